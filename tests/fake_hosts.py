@@ -34,16 +34,16 @@ from zero.launch.remote import job_runner, preflight, ssh_command
 from zero.__main__ import main
 sys.exit(main())
 """
-# A node that does what it is asked to on its stdin, and says so.
+# A node that ends as it is told to on its stdin, or with that, and says so.
 OBEYS = f"""#!{sys.executable} -u
-import os, sys
-while os.read(0, 1) != b"\\n":  # the job's secret
-    pass
-sys.stdout.write("up " + os.path.basename(sys.argv[0]) + "\\n")
-while (letter := os.read(0, 1)) == b".":
-    pass
-sys.stdout.write(f"asked {{letter}}\\n")
-sys.exit(130 if letter == b"I" else 143 if letter == b"T" else 129)
+import json, os, sys
+sys.stdin.readline()  # the job's secret
+name = os.path.basename(sys.argv[0])
+sys.stdout.write(f"up {{name}}\\n")
+told = ({{"kind": "closed", "status": 129}} if not line else json.loads(line) for line in iter(sys.stdin.readline, 0))
+told = next(each for each in told if each["kind"] != "alive")
+sys.stdout.write(f"{{name}} {{json.dumps(told)}}\\n")
+sys.exit(told["status"])
 """
 
 

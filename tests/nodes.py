@@ -29,7 +29,7 @@ class Nodes:
         hosts: dict[str, int],
         text: str,
         *flags: str,
-        heartbeat_timeout: int | None = None,
+        stdin: str | None = None,
     ) -> None:
         self._launchers = launchers
         self.folder = folder
@@ -37,11 +37,11 @@ class Nodes:
         (folder / "script.py").write_text(textwrap.dedent(text))
         port = free_port()
         self._environment = environment(GLOO_SOCKET_IFNAME="lo", ZERO_SECRET="of the test")
-        heartbeat = [] if heartbeat_timeout is None else [f"--heartbeat_timeout={heartbeat_timeout}"]
+        launched = [] if stdin is None else [f"--stdin={stdin}"]
         self.processes = {
             name: self._start(
                 *["--no_ssh", f"--node_rank={node}", "-H", str(folder / "hosts"), "--master_addr=127.0.0.1"],
-                *[f"--master_port={port}", *heartbeat, *flags, str(folder / "script.py"), str(folder)],
+                *[f"--master_port={port}", *launched, *flags, str(folder / "script.py"), str(folder)],
             )
             for node, name in enumerate(hosts)
         }

@@ -28,7 +28,7 @@ WORLD = World((Host("n1", ("0", "1")), Host("n3", ("2",))))
 SSH = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"]
 HOSTILE = [
     "", " ", "a b", "it's", '"', "'\"'\"'", "$HOME", "`id`", "$(id)", "\\", "\\n", "a\nb", "\n", "\t", "*", "?", "~",
-    "!x", ";", "&", "|", ">", "#", "(", "{a,b}", "%n", "%h", "%%", "%", ":", "--", "-m", "--heartbeat_timeout=0", "K=V",
+    "!x", ";", "&", "|", ">", "#", "(", "{a,b}", "%n", "%h", "%%", "%", ":", "--", "-m", "--stdin=held", "K=V",
     "é", "日本", "\u2028",
     "\x01", "\x7f", "a\rb",
 ]  # fmt: skip
@@ -45,11 +45,11 @@ def job(*words: str, environment: dict[str, str] | None = None, folder: str = "/
     return Job(request(*words), WORLD, "n1", 29500, environment or {}, folder)
 
 
-def node_line(rank: str | None, tail: str, timeout: str | None = None) -> str:
+def node_line(rank: str | None, tail: str, stdin: str | None = None) -> str:
     """What a node is to run, for a folder and arguments that need no quotes."""
     flags = [f"--node_rank={rank}"] if rank is not None else []
     flags += [f"--world={WORLD.encode()}", "--master_addr=n1", "--master_port=29500"]
-    flags += [f"--heartbeat_timeout={timeout}"] if timeout is not None else []
+    flags += [f"--stdin={stdin}"] if stdin is not None else []
     return f"cd /home/me && exec {sys.executable} -u -m zero run --no_ssh {' '.join(flags)} --no_env_files -- {tail}"
 
 
@@ -59,15 +59,15 @@ def words_of(*words: str) -> list[list[str]]:
 
 def test_ssh_is_a_command_for_each_host() -> None:
     one, two = words_of("--launcher_args=-v -4", "--ssh_port", "2222", "t.py", "--lr", "1")
-    assert one == ["ssh", "-T", *SSH, "-p", "2222", "-v", "-4", "n1", node_line("0", "t.py --lr 1", "6")]
-    assert two == ["ssh", "-T", *SSH, "-p", "2222", "-v", "-4", "n3", node_line("1", "t.py --lr 1", "6")]
-    assert all(command.holds_stdin and command.heartbeat for command in backends.commands(job("t.py")))
+    assert one == ["ssh", "-T", *SSH, "-p", "2222", "-v", "-4", "n1", node_line("0", "t.py --lr 1", "secret")]
+    assert two == ["ssh", "-T", *SSH, "-p", "2222", "-v", "-4", "n3", node_line("1", "t.py --lr 1", "secret")]
+    assert all(command.holds_stdin for command in backends.commands(job("t.py")))
 
 
 def test_pdsh_is_a_command_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-i key")
     (command,) = backends.commands(job("--launcher", "PDSH", "--launcher_args=-d", "--ssh_port", "2222", "t.py", "%n"))
-    line = node_line("%n", "t.py %%n", "0")
+    line = node_line("%n", "t.py %%n", "held")
     assert command.words == ["pdsh", "-R", "ssh", "-S", "-b", "-N", "-f", "2", "-d", "-w", "n1,n3", line]
     options = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=2 -oServerAliveCountMax=3"
     assert command.environment == {"PDSH_SSH_ARGS_APPEND": f"-i key {options} -p2222"}

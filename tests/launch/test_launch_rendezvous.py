@@ -108,6 +108,16 @@ def test_a_host_that_falls_silent_is_lost_though_its_connection_stands(impatient
             assert (found.text, found.node) == ("host c is lost: nothing was heard from it for 3 s", 0)
 
 
+def test_hosts_start_without_one_that_the_launcher_has_lost():
+    with met(terms(min_nodes=2), nodes=(1,)) as (_, members):
+        members[0].relay({"kind": "lost", "node": 2, "text": "ssh: Connection refused", "status": 255})
+        assert until(lambda: all(member.run_id for member in members))
+        for member in members:
+            member.ready(0)
+        assert until(lambda: all(member.attempt() for member in members))
+        assert [host.name for host in members[0].started.world.hosts] == ["a", "b"]
+
+
 def test_who_does_not_belong_is_refused_and_the_others_go_on():
     with met(terms(), nodes=(1,)) as (server, members):
         port = members[1]._where[1]
@@ -177,7 +187,7 @@ def test_strangers_end_nothing_and_learn_nothing(said, impatient):
         spied.open()
         assert until(lambda: set(server._members) == {0, 1})
         number = b"".join(sent).partition(b"\n")[0] + b"\n"
-        forged = json.dumps({"kind": "end", "text": "forged", "status": 3, "quiet": False}).encode() + b"\n"
+        forged = json.dumps({"kind": "end", "text": "forged", "status": 3, "signal": 15}).encode() + b"\n"
         spoken = {
             stack.enter_context(socket.create_connection(where)): data
             for data in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import pytest
 from fake_hosts import OBEYS, TIMEOUT, Hosts, read_until, until
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import longer
 from ports import free_port
 
 from zero.launch.process.output import LineBuffer
@@ -82,10 +84,10 @@ def test_a_long_line_and_any_bytes_survive(two: Hosts) -> None:
 
 def test_a_slow_reader_is_waited_for_and_the_nodes_still_hear_from_us(two: Hosts) -> None:
     # Much more than all pipes and queues on the way hold; the beats come all the same.
-    two.host("n1", "head -c 50000000 /dev/zero | tr '\\0' '\\n' & { read secret; head -c 3; } >beats; wait")
+    two.host("n1", "head -c 50000000 /dev/zero | tr '\\0' '\\n' & { read secret; head -n 3; } >beats; wait")
     two.host("n2", "")
     process = two.start("run", "-H", "H", "--no_check", "t.py")
-    assert until(lambda: (two.folder / "beats").exists() and (two.folder / "beats").read_bytes() == b"...")
+    assert until(lambda: (two.folder / "beats").exists() and (two.folder / "beats").read_text().count("alive") == 3)
     status, out, _ = two.finish(process)
     assert (status, len(out)) == (0, 50_000_000)
 
@@ -101,18 +103,24 @@ def test_a_reader_that_does_not_read_does_not_keep_a_job_that_is_stopped(two: Ho
     process.communicate()
 
 
-@pytest.mark.parametrize(("name", "letter"), [("SIGINT", "I"), ("SIGTERM", "T"), ("SIGHUP", "T"), ("SIGQUIT", "T")])
-def test_a_signal_reaches_every_node(two: Hosts, name: str, letter: str) -> None:
+def told(out: str) -> dict[str, dict]:
+    """What each node that obeys was told, by its name."""
+    return {line[:2]: json.loads(line[3:]) for line in out.splitlines() if line.endswith("}")}
+
+
+@pytest.mark.parametrize(("name", "number"), [("SIGINT", 2), ("SIGTERM", 15), *longer(("SIGHUP", 15), ("SIGQUIT", 15))])
+def test_the_first_host_is_told_of_a_signal_and_the_others_end_with_it(two: Hosts, name: str, number: int) -> None:
     for host in ("n1", "n2"):
         two.host(host, OBEYS)
-    process = two.start("run", "-H", "H", "--no_check", "t.py")
+    process = two.start("run", "-H", "H", "--no_check", "t.py", job_runner__NodeGroup__leisure=0.2)
     read_until(process.stdout, b"up n", 2)
-    number = getattr(signal, name)
-    process.send_signal(number)
+    sent = getattr(signal, name)
+    process.send_signal(sent)
     status, out, err = two.finish(process)
-    assert status == 128 + number
+    assert status == 128 + sent
     assert err == f"zero run: stopped by {name}\n"
-    assert out.count(f"asked b'{letter}'") == 2
+    assert (told(out)["n1"]["kind"], told(out)["n1"]["signal"]) == ("end", number)
+    assert told(out)["n2"]["kind"] == "closed"
     assert two.nothing_left()
 
 
@@ -140,13 +148,31 @@ def test_an_ignored_signal_stays_so_and_nobody_is_suspended(two: Hosts) -> None:
     assert two.finish(process)[0] == 0
 
 
-def test_the_first_failure_ends_all_and_is_the_status(hosts: Hosts) -> None:
+@pytest.mark.parametrize(
+    ("does", "status", "text"),
+    [
+        ("echo 'zero run: error: no' >&2; exit 2", 2, "its launcher ended with status 2"),
+        (REFUSED, 255, "ssh: connect to host n2 port 22: Connection refused"),
+    ],
+)
+def test_the_first_host_is_told_of_another_that_fails(hosts: Hosts, does: str, status: int, text: str) -> None:
     hosts.host("n1", OBEYS)
-    hosts.host("n2", "echo 'zero run: rank 1 failed first' >&2; exit 7")
+    hosts.host("n2", does)
     hosts.host("n3", OBEYS)
-    status, out, err = hosts.run(job_runner__NodeGroup__leisure=0.3)
-    assert (status, out.count("asked b'T'")) == (7, 2)
-    assert err == "zero run: rank 1 failed first\n"
+    ended, out, err = hosts.run(job_runner__NodeGroup__leisure=0.2)
+    assert told(out)["n1"] == {"kind": "lost", "node": 1, "text": text, "status": status}
+    assert told(out)["n3"]["kind"] == "closed"
+    assert ended == status, err
+    assert hosts.nothing_left()
+
+
+def test_where_the_first_host_is_lost_the_others_end_with_it(hosts: Hosts) -> None:
+    hosts.host("n1", REFUSED)
+    hosts.host("n2", OBEYS)
+    hosts.host("n3", OBEYS)
+    status, out, err = hosts.run("--min_nodes", "1", job_runner__NodeGroup__leisure=0.2)
+    assert (status, [each["kind"] for each in told(out).values()]) == (255, ["closed"] * 2)
+    assert err.endswith("zero run: host n1 is lost: ssh: connect to host n2 port 22: Connection refused\n")
     assert hosts.nothing_left()
 
 
@@ -156,32 +182,6 @@ def test_nodes_end_by_themselves_when_they_can(two: Hosts) -> None:
     wait = "until [ -s pid ] && ! [ -e /proc/$(cat pid) ]; do sleep 0.05; done"
     two.host("n2", f"{wait}; echo through; exit 3")
     assert two.run(job_runner__NodeGroup__leisure=900) == (9, "through\n", "")
-
-
-def test_enough_hosts_are_left(hosts: Hosts) -> None:
-    hosts.host("n1", "echo up; until [ -e go ]; do sleep 0.05; done")
-    hosts.host("n2", REFUSED + "; #")
-    hosts.host("n3", "until [ -e go ]; do sleep 0.05; done")
-    process = hosts.start("run", "-H", "H", "--no_check", "--min_nodes", "2", "t.py")
-    read_until(process.stdout, b"up\n")
-    said = read_until(process.stderr, b"left out")
-    (hosts.folder / "go").touch()
-    status, _, err = hosts.finish(process)
-    assert (status, err) == (0, "")
-    assert b"zero run: host n2: lost (ssh: connect to host n2 port 22: Connection refused)\n" in said
-    assert said.endswith(b"zero run: host n2 is left out; the job needs 2 of its hosts and has 2\n")
-
-
-@pytest.mark.parametrize(
-    ("lost", "least", "status"), [(["n1"], "1", 255), (["n2", "n3"], "2", 255), (["n3"], "3", 255)]
-)
-def test_too_few_hosts_are_left_or_the_first_is_lost(hosts: Hosts, lost: list[str], least: str, status: int) -> None:
-    for name in ("n1", "n2", "n3"):
-        hosts.host(name, REFUSED if name in lost else OBEYS)
-    ended = hosts.run("--min_nodes", least, job_runner__NodeGroup__leisure=0.2)
-    assert ended[0] == status
-    assert ended[1].count("asked b'T'") == 3 - len(lost)
-    assert hosts.nothing_left()
 
 
 def test_a_script_may_end_with_255(two: Hosts) -> None:
@@ -286,7 +286,7 @@ def test_the_nodes_of_ssh_get_one_secret_and_it_stands_nowhere(two: Hosts) -> No
 
 
 def test_a_node_that_is_handed_no_secret_says_so(two: Hosts) -> None:
-    node = ["--no_ssh", "--node_rank", "0", "--heartbeat_timeout", "6", "-H", "H", "t.py"]
+    node = ["--no_ssh", "--node_rank", "0", "--stdin", "secret", "-H", "H", "t.py"]
     status, _, err = two.zero("run", *node, before="export CUDA_VISIBLE_DEVICES=")
     assert status == 2 and "did not hand over the secret of the job" in err
 

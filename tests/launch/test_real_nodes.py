@@ -92,10 +92,13 @@ def lost(end: End, name: str) -> None:
 
 @pytest.mark.long
 def test_the_first_host_cut_off_ends_the_job_on_both_sides(hosts, tmp_path):
-    job = Job(hosts, tmp_path).start()
+    job = Job(hosts, tmp_path / "two").start()
+    only = Job(hosts, tmp_path / "one", "--master_port", "29501", slots=(1,)).start()
     job.started(2)
+    only.started(1)
     hosts.cut("n1")
     lost(job.ended(), "n1")
+    lost(only.ended(), "n1")
 
 
 @pytest.mark.long

@@ -1,12 +1,11 @@
 """The ways to start a job on its hosts: a function per launcher, from the job to command lines.
 
 What ends the remote processes when a connection is gone: over ssh no terminal is asked for (-T), and the node ends
-when its stdin does (--heartbeat_timeout). A terminal (-tt) would have them hung up on by sshd, but it joins stdout and
-stderr, adds carriage returns, and takes bytes of the output for control characters; and when a host is cut off from
-the network, sshd does not notice for hours unless its own settings ask it to. So whoever starts these commands keeps
-each ssh's stdin open and writes on it: a line with the job's secret, and then a byte every second. A node that sees the
-end of it, or nothing for `SILENCE` seconds, is to end its processes. The other way round, ssh asks the server every 2
-seconds (ServerAliveInterval) and gives up when 3 answers are missing.
+when its stdin does (--stdin). A terminal (-tt) would have them hung up on by sshd, but it joins stdout and stderr, adds
+carriage returns, and takes bytes of the output for control characters; and when a host is cut off from the network,
+sshd does not notice for hours unless its own settings ask it to. So whoever starts these commands keeps each ssh's
+stdin open, writes the job's secret on it and, on the first host's, a line every second; see node/launcher_pipe.py. The
+other way round, ssh asks the server every 2 seconds (ServerAliveInterval) and gives up when 3 answers are missing.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from zero.launch.args.hosts import HostFlags
-from zero.launch.contract import SILENCE
 from zero.launch.job import Job
+from zero.launch.node.launcher_pipe import HELD, SECRET
 from zero.launch.process.process import Command
 from zero.launch.secret import VARIABLE
 
@@ -44,9 +43,9 @@ def to_host(flags: HostFlags, name: str) -> list[str]:
 
 def _ssh(job: Job) -> list[Command]:
     """One connection per host, all at the same time."""
-    job = _with_heartbeat(job, SILENCE)
+    job = _with_stdin(job, SECRET)
     return [
-        Command([*to_host(job.request.hosts, host.name), job.shell(job.node_words(str(node)))], node, {}, True, True)
+        Command([*to_host(job.request.hosts, host.name), job.shell(job.node_words(str(node)))], node, {}, True)
         for node, host in enumerate(job.world.hosts)
     ]
 
@@ -59,7 +58,7 @@ def _pdsh(job: Job) -> list[Command]:
     environment.
     """
     flags = job.request.hosts
-    job = _with_heartbeat(job, 0)
+    job = _with_stdin(job, HELD)
     # %h, %u and %n are replaced wherever they stand, so every other percent sign is doubled.
     words = [word.replace("%", "%%") for word in job.node_words("%n")]
     words[words.index(_NODE.replace("%", "%%"))] = _NODE
@@ -126,8 +125,8 @@ def _mpi_parts(job: Job, options: list[list[str]]) -> list[str]:
     return words
 
 
-def _with_heartbeat(job: Job, timeout: int) -> Job:
-    hosts = replace(job.request.hosts, heartbeat_timeout=timeout)
+def _with_stdin(job: Job, kind: str) -> Job:
+    hosts = replace(job.request.hosts, stdin=kind)
     return replace(job, request=replace(job.request, hosts=hosts))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 SILENCE = 6
 """Seconds without a heartbeat, after which whoever should give one counts as lost."""
-INTERRUPT, TERMINATE = b"I", b"T"
-"""What a node is asked to do on its stdin: as at a SIGINT, as at a SIGTERM."""
+HEARTBEAT = 1.0
+"""Seconds between two heartbeats."""
 CONFIG, SETS = "ZERO_CONFIG", "ZERO_SET"
 """The variables with --config and, as a JSON list, --set of `zero run`, for `initialize` in the ranks."""
 LOST = 129

@@ -46,7 +46,7 @@ class Job:
             "--min_nodes": request.min_nodes,
             "--log_dir": request.log_dir,
             "--bind_core_list": request.bind_core_list,
-            "--heartbeat_timeout": request.hosts.heartbeat_timeout,
+            "--stdin": request.hosts.stdin,
         }
         switches = {
             "--module": request.module,

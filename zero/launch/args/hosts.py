@@ -34,8 +34,7 @@ class HostFlags:
     env_file: str | None = None
     no_env_files: bool = False
     world: str | None = None  # as World.encode writes it, in place of a hostfile
-    # End with stdin. Where above 0 its first line is the job's secret, and so many seconds without a byte end it, too.
-    heartbeat_timeout: int | None = None
+    stdin: str | None = None  # what of the launcher's is on it, see node/launcher_pipe.py
 
     def choice(self, num_nodes: int | None, num_gpus: int | None) -> Choice:
         """What is to be taken of the hosts there are."""
@@ -68,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--env_file", metavar="FILE", help=about)
     how.add_argument("--no_env_files", action="store_true", help="do not read ~/.zero_env, .zero_env and DeepSpeed's")
     how.add_argument("--world", help=argparse.SUPPRESS)
-    how.add_argument("--heartbeat_timeout", type=at_least(0), help=argparse.SUPPRESS)
+    how.add_argument("--stdin", help=argparse.SUPPRESS)
 
 
 def add_choice(parser: argparse._ActionsContainer, *names: str, none: str = "") -> None:

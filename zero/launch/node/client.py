@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import threading
 import time
@@ -12,13 +13,13 @@ from dataclasses import asdict
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from zero.launch import secret
 from zero.launch.args.run import Request
 from zero.launch.contract import LOST
 from zero.launch.hosts.addresses import INTERFACE, interface, loopback
 from zero.launch.hosts.world import World
 from zero.launch.messages import say
 from zero.launch.node.connection import CUT, Connection
+from zero.launch.node.launcher_pipe import secret_of_job
 from zero.launch.node.outcome import Failure, Outcome
 from zero.launch.node.plan import Plan
 from zero.launch.node.rendezvous import REMIND, TICK, RendezvousServer, Terms
@@ -133,14 +134,19 @@ class RendezvousClient:
         """Say that all ranks of this host succeeded."""
         self._send(kind="done", attempt=self._attempt)
 
-    def stop(self, text: str, status: int, quiet: bool = False) -> None:
-        """Ask for the end of the whole job."""
-        self._send(kind="end", text=text, status=status, quiet=quiet)
+    def stop(self, text: str, status: int, number: int = signal.SIGTERM) -> None:
+        """Ask for the end of the whole job, whose ranks are to end as at the signal `number`."""
+        self._send(kind="end", text=text, status=status, signal=number)
 
     def leave(self, text: str, status: int) -> None:
         """Say that this host cannot go on; the others do without it where that may be."""
-        self._send(kind="leave", text=text, status=status)
+        self._send(kind="lost", node=self.node, text=text, status=status)
         self._finish(Outcome(text, status))
+
+    def relay(self, message: dict[str, Any]) -> None:
+        """On the first host: take a message of the launcher that has started the hosts."""
+        if self._server is not None:
+            self._server.handle(None, message)
 
     def close(self) -> None:
         """Leave; on the first host, once the others have heard the last word. Nothing is heard after this."""
@@ -179,7 +185,7 @@ class RendezvousClient:
         connection.close()
         if not self._closing.is_set():
             why = f"lost the connection to {self._first_host()}"
-            self._finish(Outcome(why, LOST, self.node, quiet=True))
+            self._finish(Outcome(why, LOST, self.node))
 
     def _connect(self) -> Connection | None:
         """A connection to the first host, once there is one; None where there is none in time."""
@@ -241,8 +247,10 @@ class RendezvousClient:
 def client(request: Request, plan: Plan) -> RendezvousClient:
     """The client of this host; on the first one, or the only one, with the server."""
     alone = len(plan.world.hosts) == 1
-    job_secret = token_hex() if alone else secret.of_node(bool(request.hosts.heartbeat_timeout), os.environ)
-    if plan.node == 0 and not job_secret:
+    job_secret = secret_of_job(request.hosts.stdin, os.environ)
+    if alone:
+        job_secret = token_hex()  # nobody else is to have it
+    elif plan.node == 0 and not job_secret:
         say(
             f"the hosts have no secret in common: who reaches port {plan.master_port} of this one can end the job; "
             f"--launcher ssh gives them one, or set {VARIABLE} on all of them"

@@ -29,7 +29,7 @@ class Outcome:
     status: int  # what the launcher exits with, unless the ranks are started again
     node: int | None = None  # the host that is to say it; None: nobody, as it is known already
     restart: bool = False
-    quiet: bool = False  # known already where the launcher sits that started this one
+    signal: int = signal.SIGTERM  # what the ranks are asked to end with
 
 
 def cause(failures: Sequence[Failure]) -> Failure:

@@ -36,7 +36,7 @@ class Rank(Process):
         self._folder.mkdir(parents=True)
         files = [self._folder / f"{name}.log" for name in ("stdout", "stderr")] if self.log else []
         logs = [file.open("wb", buffering=0) for file in files]
-        self._open(None, subprocess.PIPE if self._captured else None, {}, *logs)
+        self._open(None, subprocess.PIPE if self._captured else None, *logs)
 
     def ask(self, number: int) -> None:
         """Send its group the signal."""

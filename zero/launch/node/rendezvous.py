@@ -1,10 +1,15 @@
 """The rendezvous of a job's hosts: the launcher of the first one decides for all of them, and tells them.
 
-Every host sends what happens to it, and answers a heartbeat each second. What is decided is decided here, under one
-lock: who takes part, when an attempt starts, what ended it, whether another follows. So all hosts do the same, and
-restart equally often. It is not torch's rendezvous: that lives in a TCPStore, which anybody who reaches its port can
-write to, and whose calls wait for minutes when a network is cut. A connection ends at once with the process at its
-other end. A job on one machine is decided in the same way, with nobody else to tell.
+This is the one control plane of a job. Every host sends what happens to it, and answers a heartbeat each second; the
+launcher that has started the hosts by ssh sends by the stdin of the first one that it is there, that it was stopped,
+and which host ssh has lost. What is decided is decided here, under one lock: who takes part, when an attempt starts,
+what ended it, whether another follows. So all hosts do the same, and restart equally often.
+
+The pipes of ssh could not carry it: hosts that Slurm, MPI or a user starts have none, and pdsh writes on none; and a
+host that has lost the first one can end by itself only where it notices. It is not torch's rendezvous either: that
+lives in a TCPStore, which anybody who reaches its port can write to, and whose calls wait for minutes when a network is
+cut. A connection ends at once with the process at its other end. A job on one machine is decided in the same way, with
+nobody else to tell.
 
 Who connects and does not show that it has the job's secret hears nothing of the job, and is dropped; once all hosts
 have come, nobody can connect any more.
@@ -20,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from zero.launch.contract import SILENCE
+from zero.launch.contract import HEARTBEAT, LOST, SILENCE
 from zero.launch.hosts.addresses import free_port, own_address
 from zero.launch.hosts.world import World
 from zero.launch.messages import LaunchError, listed, say
@@ -29,7 +34,6 @@ from zero.launch.node.connection import CUT, Connection
 from zero.launch.node.outcome import Failure, Outcome
 
 TICK = 0.1
-HEARTBEAT = 1.0  # seconds between two heartbeats
 SETTLE = 1.0  # seconds between the first failure and the outcome; its cause may come later
 SETTLE_ALONE = 0.2  # the same on one machine, where nothing comes over a network
 REMIND = 30.0  # seconds between two lines about hosts that are waited for
@@ -81,6 +85,7 @@ class RendezvousServer:
     def __init__(self, terms: Terms, where: tuple[str, int]) -> None:
         self.addresses: set[str] = set()
         self._terms = terms
+        self._run_id = time.strftime("%Y%m%d-%H%M%S")
         self._alone = len(terms.world.hosts) == 1
         self._server = None if self._alone else _listen(own_address(where[0]), where[1])
         if self._server is not None:
@@ -111,8 +116,8 @@ class RendezvousServer:
         if self._server is not None:
             self._server.close()
 
-    def handle(self, node: int, message: dict[str, Any]) -> None:
-        """Take a message of the host `node`, which has come."""
+    def handle(self, node: int | None, message: dict[str, Any]) -> None:
+        """Take a message of the host `node`, which has come; None: of the launcher that has started the hosts."""
         with self._lock:
             self._handle(node, message)
 
@@ -172,15 +177,15 @@ class RendezvousServer:
             with self._lock:
                 self._unknown.pop(peer, None)
                 if node is not None:
-                    del self._members[node]
+                    self._members.pop(node, None)
                     self._drop(node, why, 1)
 
-    def _handle(self, node: int, message: dict[str, Any]) -> None:
+    def _handle(self, node: int | None, message: dict[str, Any]) -> None:
         kind = message["kind"]
-        if kind == "leave":
-            self._drop(node, message["text"], message["status"])
+        if kind == "lost":
+            self._drop(message["node"], message["text"], message["status"])
         elif kind == "end":
-            self._end(Outcome(message["text"], message["status"], node, quiet=message["quiet"]))
+            self._end(Outcome(message["text"], message["status"], node, signal=message["signal"]))
         elif self._final or message.get("attempt") != self._attempt.number:
             return  # a heartbeat; or it has not yet heard how the job, or that attempt, ended
         elif kind == "ready":
@@ -218,10 +223,14 @@ class RendezvousServer:
     def _join(self, node: int, tell: Callable[..., None]) -> None:
         self._members[node] = tell
         self._admitted.add(node)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Close the door once all have come who are not lost."""
         if not self._missing():
             if self._server is not None:
                 _shut(self._server)
-            self._tell("joined", run=time.strftime("%Y%m%d-%H%M%S"))
+            self._tell("joined", run=self._run_id)
 
     def _missing(self) -> list[str]:
         return [self._terms.world.hosts[node].name for node in sorted(self._left - self._admitted)]
@@ -252,14 +261,17 @@ class RendezvousServer:
         self._left.discard(node)
         self._attempt.ready.discard(node)
         text = f"host {self._terms.world.hosts[node].name} is lost: {why}"
-        if node == 0 or self._missing() or len(self._left) < len(self._terms.world.hosts) - self._terms.losses:
+        if node == 0 or len(self._left) < len(self._terms.world.hosts) - self._terms.losses:
             self._end(Outcome(text, status, 0))
             return
         text = f"{text}; going on with {len(self._left)} of {len(self._terms.world.hosts)} hosts"
+        if tell := self._members.pop(node, None):
+            tell(kind="outcome", outcome=asdict(Outcome(text, LOST)))
         if self._attempt.running:
             self._restart(Outcome(text, status, 0, restart=True))
         else:  # between two attempts
             say(text)
+            self._begin()
             self._start_attempt()
 
     def _restart(self, ended: Outcome) -> None:

@@ -13,7 +13,7 @@ from zero.launch.args.run import Request
 from zero.launch.contract import LOST
 from zero.launch.messages import LaunchError, say
 from zero.launch.node.client import Attempt, RendezvousClient, client
-from zero.launch.node.heartbeat import HeartbeatReader, take_stdin
+from zero.launch.node.launcher_pipe import SECRET, LauncherPipe, take_stdin
 from zero.launch.node.outcome import signal_name
 from zero.launch.node.plan import THREADS, Plan, command, gpu_count, lines, plan
 from zero.launch.node.rank import Rank, environment
@@ -63,19 +63,15 @@ class Node:
         self.stopped_by: int | None = None
         self._request = request
         self._plan = plan
-        self._heartbeat: HeartbeatReader | None = None
+        self._started_by_launcher = request.hosts.stdin is not None
 
     def run(self) -> int:
         """Run the ranks until those of all hosts have succeeded, or have failed for the last time; the exit status."""
         with caught(self.signals), tempfile.TemporaryDirectory() as scratch:
-            if self._request.hosts.heartbeat_timeout is not None:
-                self._heartbeat = HeartbeatReader(self._request.hosts.heartbeat_timeout, self.signals)
-            elif self.rendezvous.host is not None:
-                os.close(take_stdin())
             try:
                 return self._attempts(scratch)
             except BaseException as error:
-                self.rendezvous.stop(f"the launcher on host {self.rendezvous.host} failed: {error!r}", 1, quiet=True)
+                self.rendezvous.stop(f"the launcher on host {self.rendezvous.host} failed: {error!r}", 1)
                 raise
             finally:
                 if self.outputs is not None:
@@ -85,6 +81,7 @@ class Node:
     def _attempts(self, scratch: str) -> int:
         rendezvous = self.rendezvous
         rendezvous.open()
+        self._listen()
         if not self._wait(lambda: rendezvous.run_id):
             return self._ended()
         shared = {**self._plan.shared, **rendezvous.environment()}
@@ -105,6 +102,14 @@ class Node:
             if self.stopped_by is not None or outcome is None or not outcome.restart:
                 return self._ended()
             self._say_outcome()
+
+    def _listen(self) -> None:
+        """Take stdin from the ranks of several hosts, and hear there the launcher that has started this one."""
+        if self._started_by_launcher:
+            decides = self._plan.node == 0 and self._request.hosts.stdin == SECRET
+            LauncherPipe(self.signals, self.rendezvous.relay if decides else None)
+        elif self.rendezvous.host is not None:
+            os.close(take_stdin())
 
     def _warn_of_none(self, attempt: Attempt, ranks: Sequence[Rank]) -> None:
         """Say, on the first host, that ranks which have ended well did not train together by zero."""
@@ -146,10 +151,10 @@ class Node:
     def stop(self, number: int) -> None:
         """A signal ends this host: tell the others."""
         self.stopped_by = number
-        if self._asked and number == signal.SIGHUP:
-            self.rendezvous.leave(self._why(), 128 + number)
+        if self._lost_launcher:
+            self.rendezvous.leave("it lost the connection to the launcher", LOST)
         else:
-            self.rendezvous.stop(self._why(), 128 + number, self._asked)
+            self.rendezvous.stop(self._why(), 128 + number, number if number == signal.SIGINT else signal.SIGTERM)
 
     def _ended(self) -> int:
         """Say what ended the job, where that falls to this host; the exit status."""
@@ -159,7 +164,7 @@ class Node:
         if self.stopped_by is None:
             self._say_outcome()
             return rendezvous.outcome.status
-        if not self._asked:  # by the launcher, which knows
+        if not self._lost_launcher:  # else there is nobody to tell
             end = time.monotonic() + _ANSWER
             while rendezvous.end is None and time.monotonic() < end:
                 time.sleep(_POLL)
@@ -169,7 +174,8 @@ class Node:
 
     def _say_outcome(self) -> None:
         outcome = self.rendezvous.outcome
-        known = outcome.quiet and self._heartbeat is not None
+        # The launcher of all hosts has lost the first one, too, and says so.
+        known = self._started_by_launcher and self._plan.node != 0 and outcome.status == LOST
         if outcome.node == self.rendezvous.node and not known:
             self._say(outcome.text)
 
@@ -181,9 +187,9 @@ class Node:
             self.outputs.put(True, f"zero run: {text}\n".encode(errors="surrogateescape"))
 
     @property
-    def _asked(self) -> bool:
-        """Whether it was the launcher of all hosts that ends this one."""
-        return self._heartbeat is not None and self._heartbeat.request is not None
+    def _lost_launcher(self) -> bool:
+        """Whether it is the end of its launcher that ends this host."""
+        return self._started_by_launcher and self.stopped_by == signal.SIGHUP
 
     @property
     def cut_off(self) -> bool:
@@ -196,8 +202,6 @@ class Node:
         return self.cut_off or bool(self.signals) or self.stopped_by is not None
 
     def _why(self) -> str:
-        if self._asked and self.stopped_by == signal.SIGHUP:
-            return "it lost the connection to the launcher"
         host = self.rendezvous.host
         return f"stopped by {signal_name(self.stopped_by or 0)}" + (f" on host {host}" if host else "")
 
@@ -243,7 +247,7 @@ class RankGroup(ProcessGroup):
             self._node.stop(self.stopped_by)
         elif self._rendezvous.outcome is not None:
             self._ending = True
-            self.end()
+            self.end(self._rendezvous.outcome.signal)
 
     def finished(self) -> bool:
         """Whether it is decided how the attempt ends."""

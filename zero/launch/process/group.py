@@ -14,7 +14,6 @@ from zero.launch.process.descendants import Descendants
 from zero.launch.process.output import OutputPump
 from zero.launch.process.process import OutputStream, Process
 
-_HEARTBEAT_SECONDS = 1.0
 _TURN = 0.05  # seconds between two looks at what makes no noise
 _PAUSE = 0.01  # seconds to wait for whoever reads what we write
 _HASTE = 1.0  # seconds that are left after a second signal, and from asking a process to end to killing it
@@ -53,7 +52,6 @@ class ProcessGroup:
         self._running: list[Process] = []
         self._signals = [] if signals is None else signals
         self._agenda: list[tuple[float, Callable[[], None]]] = []
-        self._next_heartbeat = 0.0
         self._catches = signals is None
         self._sweeps = descendants is None
         self._descendants = descendants
@@ -118,7 +116,7 @@ class ProcessGroup:
         while self._signals:
             number = self._signals.pop(0)
             if number == signal.SIGTSTP:
-                self._suspend()
+                self.suspend()
             elif self.stopped_by is not None:
                 now = time.monotonic()
                 self._agenda = [(min(at, now + place * _HASTE), what) for place, (at, what) in enumerate(self._agenda)]
@@ -127,11 +125,9 @@ class ProcessGroup:
                 self.end(number)
         return self.stopped_by is not None
 
-    def _suspend(self) -> None:
-        if any(process.command.heartbeat for process in self._running):
-            self.say("not suspended: the hosts would take the silence for the end of the launcher")
-        else:
-            os.kill(os.getpid(), signal.SIGSTOP)
+    def suspend(self) -> None:
+        """The terminal's Ctrl-Z."""
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def _each(self, action: Callable[[Process], None]) -> None:
         if self._descendants is not None:
@@ -153,11 +149,6 @@ class ProcessGroup:
                 process.heard()  # as far as we know
         else:
             self._read()
-        now = time.monotonic()
-        if now >= self._next_heartbeat:
-            self._next_heartbeat = now + _HEARTBEAT_SECONDS
-            for process in self._running:
-                process.heartbeat()
         for process in [process for process in self._running if process.ended()]:
             self._running.remove(process)
             for stream in process.streams:

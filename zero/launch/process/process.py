@@ -13,12 +13,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
-from zero.launch.contract import INTERRUPT, TERMINATE
 from zero.launch.messages import LaunchError
 from zero.launch.process.output import LineBuffer
-from zero.launch.secret import VARIABLE
 
-_HEARTBEAT = b"."
 _CHUNK = 1 << 16
 _AT_ONCE = 64  # chunks of a stream that are read when its process has ended
 _OPEN = 1.0  # seconds that a pipe may be silent and still open after its process has ended
@@ -32,10 +29,7 @@ class Command(NamedTuple):
     words: list[str]  # program and arguments; no shell looks at them
     node: int | None = None  # the host that it starts; None: all of them
     environment: Mapping[str, str] = MappingProxyType({})  # on top of the launcher's
-    # Its stdin must be a pipe that stays open while the job is to run; where `heartbeat` says so, with the job's secret
-    # as its first line and then a byte every second. It goes to the nodes, and they end with it.
-    holds_stdin: bool = False
-    heartbeat: bool = False
+    holds_stdin: bool = False  # its stdin must be a pipe that stays open as long as it is to run
 
     def line(self) -> str:
         """As a shell would take it."""
@@ -72,8 +66,6 @@ class OutputStream:
 class Process:
     """A program that is started in a session of its own: a Ctrl-C of the terminal is for us, who hand it on.
 
-    secret: of the job, if it starts one; on its stdin where that carries heartbeats, else in its environment.
-
     Attributes:
         name: the host, or the program where that starts all hosts.
         status: its exit status as a shell says it, once it has ended.
@@ -82,14 +74,13 @@ class Process:
         streams: its stdout and stderr; empty where it has ours.
     """
 
-    def __init__(self, name: str, command: Command, secret: str = "") -> None:
+    def __init__(self, name: str, command: Command) -> None:
         self.name = name
         self.command = command
         self.status: int | None = None
         self.killed_by: int | None = None
         self.last_line = b""
         self.streams: list[OutputStream] = []
-        self._secret = secret
         self._killed = False
         self._heard = 0.0
 
@@ -100,14 +91,11 @@ class Process:
 
     def start(self) -> None:
         """Start it."""
-        more = {} if self.command.heartbeat or not self._secret else {VARIABLE: self._secret}
-        self._open(subprocess.PIPE if self.command.holds_stdin else subprocess.DEVNULL, subprocess.PIPE, more)
+        self._open(subprocess.PIPE if self.command.holds_stdin else subprocess.DEVNULL, subprocess.PIPE)
         if self._popen.stdin is not None:
             os.set_blocking(self._popen.stdin.fileno(), False)
-        if self.command.heartbeat:
-            self._write(self._secret.encode() + b"\n")
 
-    def _open(self, stdin: int | None, output: int | None, environment: dict[str, str], *logs: BinaryIO | None) -> None:
+    def _open(self, stdin: int | None, output: int | None, *logs: BinaryIO | None) -> None:
         try:
             self._popen = subprocess.Popen(
                 self.command.words,
@@ -115,7 +103,7 @@ class Process:
                 stdout=output,
                 stderr=output,
                 bufsize=0,
-                env={**os.environ, **self.command.environment, **environment},
+                env={**os.environ, **self.command.environment},
                 start_new_session=True,
             )
         except OSError as error:
@@ -124,15 +112,11 @@ class Process:
             out, err = logs or (None, None)
             self.streams = [OutputStream(self._popen.stdout, False, out), OutputStream(self._popen.stderr, True, err)]
 
-    def _write(self, data: bytes) -> None:
+    def write(self, line: bytes) -> None:
+        """Write a short `line` to its stdin, if that is held: whole or, where nobody reads, not at all."""
         if self._popen.stdin is not None and not self._popen.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
-                self._popen.stdin.write(data)  # without a buffer: what does not fit is lost
-
-    def heartbeat(self) -> None:
-        """Say that we are here, if its stdin is for that."""
-        if self.command.heartbeat:
-            self._write(_HEARTBEAT)
+                self._popen.stdin.write(line)  # without a buffer: what does not fit is lost
 
     def close_stdin(self) -> None:
         """Let it see the end of its stdin."""
@@ -141,9 +125,7 @@ class Process:
 
     def ask(self, number: int) -> None:
         """Ask it to end what it runs, as the signal `number` would."""
-        if self.command.heartbeat:
-            self._write(INTERRUPT if number == signal.SIGINT else TERMINATE)
-        elif self.command.holds_stdin:
+        if self.command.holds_stdin:
             self.close_stdin()
         else:
             # Whatever we were sent: srun takes SIGTERM for an order to kill at once, and each of them hands SIGINT on.

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import re
+import json
 import shutil
 import signal
+import time
 from collections.abc import Sequence
 from secrets import token_hex
+from typing import Any
 
 from zero.launch import backends
-from zero.launch.contract import CLOSED_PIPE, LOST, NO_CONNECTION
+from zero.launch.contract import CLOSED_PIPE, HEARTBEAT, NO_CONNECTION
 from zero.launch.job import Job
 from zero.launch.messages import LaunchError
 from zero.launch.process.descendants import Descendants
 from zero.launch.process.group import ProcessGroup
 from zero.launch.process.output import OutputPump
-from zero.launch.process.process import Process
+from zero.launch.process.process import Command, Process
+from zero.launch.secret import VARIABLE
 
-_LOST_LEISURE = 0.5  # ssh has taken up to 8 s to find out
 _GRACE = 3  # seconds between asking what mpirun, say, has left here to end, and killing it
 _OF_NODES = (b"zero run: ", b"[")  # how every line of a node and of its ranks begins; all others are ssh's
-_LOST_LINE = re.compile(rb"zero run: host (\S+) is lost\b[^\n]*\n")  # the first host's, when it notices sooner than ssh
+_LONGEST = 1000  # bytes of what ssh said; a message has to fit in a pipe in one piece
 _MISSING = {
     "ssh": "install OpenSSH's client, or start zero run with --no_ssh and --node_rank on each host",
     "pdsh": "install pdsh, or leave out --launcher pdsh: the default needs plain ssh only",
@@ -31,18 +33,22 @@ _MISSING = {
 
 
 def run(job: Job) -> int:
-    """Start `job` on its hosts and return its exit status: that of the first node that failed, or 128 + signal."""
+    """Start `job` on its hosts and return its exit status: that of the first host, or 128 + signal."""
     launcher = job.request.hosts.launcher
-    job_secret = token_hex()
-    processes = [
-        Process(launcher if command.node is None else job.world.hosts[command.node].name, command, job_secret)
-        for command in backends.commands(job)
-    ]
-    require(processes[0].command.words[0], launcher)
+    commands, secret = backends.commands(job), token_hex()
+    require(commands[0].words[0], launcher)
+    processes: list[Process] = []
+    for command in commands:
+        if command.node is None:
+            with_secret = {**command.environment, VARIABLE: secret}
+            processes.append(Process(launcher, command._replace(environment=with_secret)))
+        else:
+            name = job.world.hosts[command.node].name
+            processes.append(NodeProcess(name, command, secret, processes[0] if processes else None))
     # Whatever mpirun, say, has started on this machine would outlive it. An ssh leaves nothing, unless the user
     # wants it to: a connection that other commands share.
     descendants = None if launcher == "ssh" else Descendants(adopt=True)
-    group = NodeGroup(processes, job.request.min_nodes, descendants)
+    group = NodeGroup(processes, descendants)
     group.run()
     if descendants is not None and group.status:
         descendants.end(_GRACE)
@@ -55,78 +61,99 @@ def require(program: str, launcher: str) -> None:
         raise LaunchError(f"--launcher {launcher}: there is no program {program!r}; {_MISSING[launcher]}")
 
 
-def reason_of_ssh(process: Process) -> str | None:
-    """What ssh said when it had no connection, or lost it; None where the status is that of what ran there."""
-    if process.killed_by is not None:
-        return f"ssh was killed by {signal.Signals(process.killed_by).name}"
-    # A script may end with 255, too; then its node has said so, or the node of another host has.
-    if process.status != NO_CONNECTION or not process.last_line or process.last_line.startswith(_OF_NODES):
-        return None
-    return "ssh: " + process.last_line.decode(errors="replace").removeprefix("ssh: ")
+class NodeProcess(Process):
+    """The ssh of one host. The first host decides for all: the launcher speaks to it, and closes the stdin of others.
+
+    first: of the first host; None for that itself.
+    """
+
+    def __init__(self, name: str, command: Command, secret: str, first: NodeProcess | None) -> None:
+        super().__init__(name, command)
+        self._secret = secret
+        self._first = first
+
+    def start(self) -> None:
+        """Start it, and hand over the secret."""
+        super().start()
+        self.write(self._secret.encode() + b"\n")
+
+    def tell(self, **message: Any) -> None:
+        """Send the first host a message of the launcher."""
+        self.write(json.dumps(message).encode() + b"\n")
+
+    def ask(self, number: int) -> None:
+        """Ask the first host to end the job, as the signal `number` would; others hear it from there while it is."""
+        if self._first is None:
+            number = number if number == signal.SIGINT else signal.SIGTERM
+            self.tell(kind="end", text="", status=128 + number, signal=number)
+        elif self._first.status is not None:
+            self.close_stdin()
+
+    def loss(self) -> str | None:
+        """Why the host is lost, in the words of ssh where it said some; None where its launcher has said so."""
+        if self.killed_by is not None:
+            return f"ssh was killed by {signal.Signals(self.killed_by).name}"
+        if self.status == NO_CONNECTION and not self.last_line:
+            return f"ssh ended with status {NO_CONNECTION}"
+        # A script may end with 255, too; then its node has said so, or the node of another host has.
+        if self.status != NO_CONNECTION or self.last_line.startswith(_OF_NODES):
+            return None
+        return "ssh: " + self.last_line[:_LONGEST].decode(errors="replace").removeprefix("ssh: ")
 
 
 class NodeGroup(ProcessGroup):
-    """The nodes of one job, or the program that starts them.
+    """The nodes of one job, or the one program that starts them.
 
-    When one fails, the others have `leisure` seconds to end by themselves: they hear of it from the first host.
+    What ends a job is decided on the first host. Here that one is told of signals and of other hosts that are lost, and
+    its end is that of the job: the others have heard of it and have `leisure` seconds to end by themselves.
 
     Attributes:
-        status: the exit status of the job; that of the first cause of its end.
+        status: the exit status of the job; that of the first host, or 128 + the signal that stopped the launcher.
     """
 
     leisure = 5.0
 
-    def __init__(
-        self, processes: Sequence[Process], min_nodes: int | None = None, descendants: Descendants | None = None
-    ) -> None:
+    def __init__(self, processes: Sequence[Process], descendants: Descendants | None = None) -> None:
         super().__init__(processes, OutputPump(), descendants=descendants)
         self.status = 0
-        self._least = len(processes) if min_nodes is None else min_nodes
-        self._left = len(processes)
         self._ending = False
-        self._named: set[str] = set()  # the lost hosts that were named, here or by the first host
+        self._next_heartbeat = 0.0
 
     def received(self, process: Process, is_stderr: bool, lines: bytes) -> None:
-        """Hand on what a node wrote, but for a host's loss that ended the job and was named already."""
-        self.outputs.put(is_stderr, _LOST_LINE.sub(self._unless_named, lines) if is_stderr else lines)
-
-    def _unless_named(self, line: re.Match[bytes]) -> bytes:
-        name = line[1].decode(errors="replace")
-        again = name in self._named
-        self._named.add(name)
-        return b"" if again and self._ending else line[0]
-
-    def _say_lost(self, name: str, why: str) -> None:
-        if name not in self._named:
-            self._named.add(name)
-            self.say(f"host {name}: lost ({why})")
+        """Hand it on."""
+        self.outputs.put(is_stderr, lines)
 
     def ended(self, process: Process) -> None:
-        """A node has ended; the first that did not end well ends the job, unless it can go on without."""
-        if not process.status:
+        """A node has ended: the first one and so the job, or another one, of which the first is told."""
+        first = self.processes[0]
+        loss = process.loss() if isinstance(process, NodeProcess) else None
+        if isinstance(first, NodeProcess) and process is not first:
+            if process.status:
+                why = loss or f"its launcher ended with status {process.status}"
+                first.tell(kind="lost", node=process.command.node, text=why, status=process.status)
             return
-        node = process.command.node
-        lost = reason_of_ssh(process) if process.command.heartbeat else None
-        if self._ending:
-            # The other hosts may have missed the first one before ssh did; no node is left there to say so.
-            if node == 0 and lost is not None and process.killed_by is None and self.stopped_by is None:
-                self._say_lost(process.name, lost)
-            return
-        self._left -= 1
-        if lost is not None:
-            self._say_lost(process.name, lost)
-        elif process.killed_by is not None:
-            self.say(f"{process.name} was killed by {signal.Signals(process.killed_by).name}")
-        elif process.status == NO_CONNECTION and not process.last_line:
-            self.say(f"host {process.name}: ended with status {NO_CONNECTION}")
-        if node and (lost or process.status in (NO_CONNECTION, LOST)) and self._left >= self._least:
-            self.say(f"host {process.name} is left out; the job needs {self._least} of its hosts and has {self._left}")
-            return
-        # The others do not know of a lost host before it has been silent for some time.
-        self._end(process.status, min(self.leisure, _LOST_LEISURE) if lost else self.leisure)
+        if not self._ending:
+            if loss is not None:
+                self.say(f"host {process.name} is lost: {loss}")
+            elif process.killed_by is not None:
+                self.say(f"{process.name} was killed by {signal.Signals(process.killed_by).name}")
+            self._ending = True
+            self.status = process.status
+        self.end(leisure=self.leisure)
+
+    def suspend(self) -> None:
+        """Not where the hosts would take the silence for the end of the launcher."""
+        if isinstance(self.processes[0], NodeProcess):
+            self.say("not suspended: the hosts would take the silence for the end of the launcher")
+        else:
+            super().suspend()
 
     def tick(self) -> None:
-        """A signal, or a reader that is gone, ends the job."""
+        """The first host hears from us; a signal, or a reader that is gone, ends the job."""
+        first, now = self.processes[0], time.monotonic()
+        if isinstance(first, NodeProcess) and now >= self._next_heartbeat:
+            self._next_heartbeat = now + HEARTBEAT
+            first.tell(kind="alive")
         if self._ending:
             return
         if self.stopped_by is not None:  # the group has begun to end
@@ -138,14 +165,11 @@ class NodeGroup(ProcessGroup):
             gone = status == CLOSED_PIPE
             why = f"nobody reads its {name} any more" if gone else f"cannot write to {name}: {error.strerror}"
             self.say(f"stopped: {why}")
-            self._end(status)
+            self._ending = True
+            self.status = status
+            self.end()
 
     def wrap_up(self) -> None:
         """Write what is left to write; the status of a job that ended well is that of a reader that did not."""
         self.outputs.finish(self.stopped)
         self.status = self.status or (128 + self.stopped_by if self.stopped_by is not None else self.outputs.status)
-
-    def _end(self, status: int, leisure: float = 0.0) -> None:
-        self._ending = True
-        self.status = status
-        self.end(leisure=leisure)

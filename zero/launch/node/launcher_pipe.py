@@ -1,0 +1,84 @@
+"""The stdin of a host's launcher that `zero run` has started from elsewhere: what is heard of the one who started it.
+
+It brings the secret of the job as its first line. On the first host, which decides for all, lines with messages follow:
+that the launcher is there, every second; that it was stopped; that ssh has lost another host. On the other hosts
+nothing follows. Its end says on every host that the launcher is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zero.launch.contract import SILENCE
+from zero.launch.messages import LaunchError
+from zero.launch.secret import VARIABLE
+
+HELD, SECRET = "held", "secret"
+"""What a node is told about its stdin: that it is held open as long as the job is to run, or that it is this pipe."""
+_CHUNK = 4096
+_LINE = 128  # bytes within which a secret ends
+_PATIENCE = 60.0  # seconds for the launcher to hand it over
+
+
+class LauncherPipe:
+    """Hands on the messages that come by stdin, and adds SIGHUP to `signals` when the launcher is gone.
+
+    It is gone at the end of stdin and, where there is `handle` for its messages, after `SILENCE` seconds without one.
+    The ranks get an empty stdin.
+    """
+
+    def __init__(self, signals: list[int], handle: Callable[[dict[str, Any]], None] | None) -> None:
+        self._signals = signals
+        self._handle = handle
+        self._stdin = take_stdin()
+        threading.Thread(target=self._run, name="zero-launcher-pipe", daemon=True).start()
+
+    def _run(self) -> None:
+        rest = b""
+        while data := self._read():
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines if self._handle is not None else ():
+                self._handle(json.loads(line))
+        self._signals.append(signal.SIGHUP)
+
+    def _read(self) -> bytes:
+        """What comes next; nothing where the launcher is gone."""
+        ready, _, _ = select.select([self._stdin], [], [], None if self._handle is None else SILENCE)
+        try:
+            return os.read(self._stdin, _CHUNK) if ready else b""
+        except OSError:
+            return b""
+
+
+def secret_of_job(stdin: str | None, environment: Mapping[str, str]) -> str:
+    """The secret that a host's launcher was given: the first line of its stdin, or a variable; "" where there is none.
+
+    What follows that line stays unread. Raises LaunchError where no line comes.
+    """
+    if stdin != SECRET:
+        return environment.get(VARIABLE, "")
+    line = b""
+    while len(line) < _LINE and select.select([0], [], [], _PATIENCE)[0] and (byte := os.read(0, 1)):
+        if byte == b"\n":
+            return line.decode(errors="replace")
+        line += byte
+    raise LaunchError("the launcher that started this one did not hand over the secret of the job")
+
+
+def take_stdin() -> int:
+    """Leave the ranks an empty stdin, and return the file number of what was there."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    try:
+        stdin = os.dup(0)
+    except OSError:  # it was closed
+        stdin = os.dup(nothing)
+    os.dup2(nothing, 0)
+    if nothing:
+        os.close(nothing)
+    return stdin
