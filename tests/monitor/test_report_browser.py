@@ -151,16 +151,16 @@ def test_every_table_and_detail_is_reached_by_the_keyboard(browser: Any, page: P
 
 def test_without_colour_the_lines_of_a_chart_still_differ(page: Path) -> None:
     """As the file says it; what it looks like is in the pictures."""
-    from zero.tools.report.charts import Line, Span, line_chart, timeline
+    from zero.tools.report.charts import Bar, Curve, line_chart, timeline
 
     np = pytest.importorskip("numpy")
     x = np.arange(50.0)
-    chart = line_chart([Line(f"line {i}", x, x * i) for i in range(8)], "what")
+    chart = line_chart([Curve(f"line {i}", x, x * i) for i in range(8)], "what")
     glyphs = [renderer.glyph for renderer in chart.renderers]
     looks = {(str(line.line_dash), mark.marker) for line, mark in zip(glyphs[::2], glyphs[1::2], strict=True)}
     assert len(looks) == 8
     verbs = ("wait", "gather", "forward", "backward", "recompute", "reduce", "step", "update", "copy", "release")
-    bars = timeline([Span("rank 0", f"{verb} blocks.0", i, i + 1.0) for i, verb in enumerate(verbs)])
+    bars = timeline([Bar("rank 0", f"{verb} blocks.0", i, i + 1.0) for i, verb in enumerate(verbs)])
     assert len({renderer.glyph.hatch_pattern for renderer in bars.renderers}) == 10
 
 

@@ -19,7 +19,7 @@ import zero
 from zero.__main__ import main
 from zero.config import load
 from zero.config.override import apply
-from zero.sizes.choice import CHOICES, Choice
+from zero.sizes.choice import CHOICES, StageChoice
 from zero.sizes.cost import POLICIES, shape_cost
 from zero.sizes.rates import DEVICES
 from zero.sizes.shape import Shape, shape_of
@@ -74,7 +74,10 @@ def test_the_longest_names_stay_within_the_width(capsys: pytest.CaptureFixture, 
     assert max(map(len, str(zero.estimate(1e12, path, 2048)).splitlines())) <= 100
 
 
-ROWS = [(Choice(2),), *longer((Choice(3, "cpu", "cpu"),), (Choice(1, "cpu"),), (Choice(3, shard_size=1),))]
+ROWS = [
+    (StageChoice(2),),
+    *longer((StageChoice(3, "cpu", "cpu"),), (StageChoice(1, "cpu"),), (StageChoice(3, shard_size=1),)),
+]
 
 
 def trains(settings: dict[str, Any] | str) -> tuple[int, list[str]]:
@@ -90,7 +93,7 @@ def trains(settings: dict[str, Any] | str) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(("choice",), ROWS)
 @pytest.mark.parametrize("policy", ["selective", *longer("none", "full", "host")])
-def test_a_row_makes_a_configuration_that_runs(pool, choice: Choice, policy: str) -> None:
+def test_a_row_makes_a_configuration_that_runs(pool, choice: StageChoice, policy: str) -> None:
     values = config(1, 2, accumulation=2)
     shape = Shape(3, 12, 25, 17)
     made = Setup(shape, shape_cost(shape, 5), load(values, 2), DEVICES["h100"], 2)
@@ -145,7 +148,7 @@ def test_the_smallest_number_of_ranks_fits_and_one_less_does_not(capsys: pytest.
     for ranks, fits in ((count, True), (count - 1, False)):
         settings = load({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}, ranks, filled=False)
         made = Setup(shape, shape_cost(shape, 2048), settings, DEVICES["a100"])
-        assert (Search(made, Choice(3)).row("none", 1).lacks == ()) is fits
+        assert (Search(made, StageChoice(3)).row("none", 1).lacks == ()) is fits
     assert any(line.startswith("stage 0") and "never" in line for line in lines)
 
 

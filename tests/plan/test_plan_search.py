@@ -16,9 +16,9 @@ from zero.config import load
 from zero.config.override import apply
 from zero.memory.host_bytes import SLOTS, record_nbytes
 from zero.plan.formats import ITEMSIZE
-from zero.sizes.choice import CHOICES, Choice
+from zero.sizes.choice import CHOICES, StageChoice
 from zero.sizes.cost import POLICIES, shape_cost
-from zero.sizes.estimate import Row
+from zero.sizes.estimate import PlanRow
 from zero.sizes.links import Links
 from zero.sizes.rates import DEVICES
 from zero.sizes.shape import Shape
@@ -27,7 +27,9 @@ from zero.tools.plan.search import Search, Setup, candidates
 SHAPE = Shape(layers=6, width=512, inner=1024, vocabulary=4096)
 FREE = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}}
 NATIVE = FREE | {"zero": {"reduce": "backend"}}
-CHOSEN = st.sampled_from([*CHOICES, Choice(3, shard_size=4), Choice(2, shard_size=4), Choice(3, secondary=4)])
+CHOSEN = st.sampled_from(
+    [*CHOICES, StageChoice(3, shard_size=4), StageChoice(2, shard_size=4), StageChoice(3, secondary=4)]
+)
 POLICY = st.sampled_from(POLICIES)
 
 
@@ -44,7 +46,7 @@ def setup(ranks: int = 8, memory: float = 2e9, per_host: int = 4, accumulation: 
 @settings(deadline=None, max_examples=60)
 @given(choice=CHOSEN, policy=POLICY, memory=st.integers(1, 400), accumulation=st.sampled_from([1, 2, 5]))
 def test_the_largest_micro_batch_fits_and_one_more_does_not(
-    choice: Choice, policy: str, memory: int, accumulation: int
+    choice: StageChoice, policy: str, memory: int, accumulation: int
 ) -> None:
     search = Search(setup(memory=memory * 1e7, accumulation=accumulation), choice)
     most = search.largest(policy)
@@ -55,7 +57,7 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(
 @settings(deadline=None, max_examples=60)
 @given(choice=CHOSEN, policy=POLICY, memory=st.integers(1, 400), more=st.integers(0, 100), size=st.integers(1, 64))
 def test_what_fits_fits_in_more_memory_and_a_smaller_micro_batch_too(
-    choice: Choice, policy: str, memory: int, more: int, size: int
+    choice: StageChoice, policy: str, memory: int, more: int, size: int
 ) -> None:
     if not Search(setup(memory=memory * 1e7), choice).row(policy, size).lacks:
         search = Search(setup(memory=(memory + more) * 1e7), choice)
@@ -64,7 +66,7 @@ def test_what_fits_fits_in_more_memory_and_a_smaller_micro_batch_too(
 
 @settings(deadline=None, max_examples=40)
 @given(choice=st.sampled_from(CHOICES), policy=POLICY, power=st.integers(0, 6))
-def test_more_ranks_never_take_more(choice: Choice, policy: str, power: int) -> None:
+def test_more_ranks_never_take_more(choice: StageChoice, policy: str, power: int) -> None:
     """But for padding, which grows with the ranks by less than a thousandth. NCCL adds up: else more rows arrive."""
     made = (replace(setup(1 << bits), settings=load(NATIVE, 1 << bits)) for bits in (power + 1, power + 2))
     few, many = (Search(each, choice).row(policy, 2) for each in made)
@@ -88,7 +90,7 @@ def test_a_batch_that_is_given_stays() -> None:
 
 
 def sent(
-    choice: Choice, ranks: int, *, per_host: int = 64, ring: bool = True, accumulation: int = 1, **section: Any
+    choice: StageChoice, ranks: int, *, per_host: int = 64, ring: bool = True, accumulation: int = 1, **section: Any
 ) -> Links:
     values = FREE | {"bf16": {"enabled": False}, "gradient_accumulation_steps": accumulation}
     values |= {"zero_optimization": section} if section else {}
@@ -110,32 +112,32 @@ def test_links_carry_what_the_paper_says(ranks: int) -> None:
     """
     sizes, part = psi(ranks), (ranks - 1) / ranks
     for stage in (0, 1, 2):
-        assert sent(Choice(stage), ranks).sent == pytest.approx(2 * sum(sizes) * part)
-    kept = 3 * sum(sizes) - sent(Choice(3), ranks).sent / (part or 1)
+        assert sent(StageChoice(stage), ranks).sent == pytest.approx(2 * sum(sizes) * part)
+    kept = 3 * sum(sizes) - sent(StageChoice(3), ranks).sent / (part or 1)
     assert any(kept == pytest.approx(size) for size in sizes) or ranks == 1
 
 
 def test_8_bits_are_counted_with_their_scales() -> None:
     weights, gradients = {"stage": 3, "zero_quantized_weights": True}, {"stage": 3, "zero_quantized_gradients": True}
-    whole, part = sent(Choice(3), 8).sent, 66 / 64 / 4
-    reduced = sent(Choice(2), 8).sent / 2
-    assert sent(Choice(3), 8, **weights).sent == pytest.approx(reduced + part * (whole - reduced), rel=0.01)
-    assert sent(Choice(3), 8, **gradients).sent == pytest.approx(part * reduced + whole - reduced, rel=0.01)
-    assert sent(Choice(3), 8, **{**weights, **gradients}).sent == pytest.approx(part * whole, rel=0.01)
+    whole, part = sent(StageChoice(3), 8).sent, 66 / 64 / 4
+    reduced = sent(StageChoice(2), 8).sent / 2
+    assert sent(StageChoice(3), 8, **weights).sent == pytest.approx(reduced + part * (whole - reduced), rel=0.01)
+    assert sent(StageChoice(3), 8, **gradients).sent == pytest.approx(part * reduced + whole - reduced, rel=0.01)
+    assert sent(StageChoice(3), 8, **{**weights, **gradients}).sent == pytest.approx(part * whole, rel=0.01)
 
 
 def test_8_bits_between_hosts_go_to_each_rank() -> None:
     """And not around a ring, as what NCCL adds up."""
-    ring = sent(Choice(2), 8, per_host=4)
-    each = sent(Choice(2), 8, per_host=4, stage=2, zero_quantized_gradients=True)
+    ring = sent(StageChoice(2), 8, per_host=4)
+    each = sent(StageChoice(2), 8, per_host=4, stage=2, zero_quantized_gradients=True)
     part = 66 / 64 / 4
     assert ring.inter_host / ring.sent == pytest.approx(1 / 4)
     assert each.inter_host == pytest.approx(ring.sent / 2 * (1 / 4 + part * 4 / 7), rel=0.01)
 
 
 def test_accumulation_repeats_what_the_stage_does_not_collect() -> None:
-    once = {stage: sent(Choice(stage), 8).sent for stage in range(4)}
-    four = {stage: sent(Choice(stage), 8, accumulation=4).sent for stage in range(4)}
+    once = {stage: sent(StageChoice(stage), 8).sent for stage in range(4)}
+    four = {stage: sent(StageChoice(stage), 8, accumulation=4).sent for stage in range(4)}
     reduction = once[0] / 2
     assert four[0] == pytest.approx(once[0]) and four[1] == pytest.approx(once[1])
     assert four[2] == pytest.approx(once[2] + 3 * reduction)
@@ -143,10 +145,10 @@ def test_accumulation_repeats_what_the_stage_does_not_collect() -> None:
 
 
 def test_state_that_streams_crosses_the_link_both_ways_and_its_gradient_does_not() -> None:
-    def row(update: str) -> Row:
+    def row(update: str) -> PlanRow:
         section = {"stage": 2, "offload_optimizer": {"device": "cpu", "zero": {"update": update}}}
         values = FREE | {"zero_optimization": section}
-        return Search(replace(setup(), settings=load(values, 8)), Choice(2, "cpu")).row("none", 1)
+        return Search(replace(setup(), settings=load(values, 8)), StageChoice(2, "cpu")).row("none", 1)
 
     host, streamed = row("host"), row("gpu")
     records = [sum(record_nbytes(unit, 0, 8, setup().formats, False)) for unit in setup().units]

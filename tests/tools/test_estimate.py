@@ -20,7 +20,7 @@ import zero
 from zero.__main__ import main
 from zero.plan.formats import Formats
 from zero.plan.memory import formula_nbytes
-from zero.sizes.choice import CHOICES, Choice
+from zero.sizes.choice import CHOICES, StageChoice
 from zero.sizes.estimate import DeviceBytes, Estimate, estimate
 from zero.sizes.shape import shape_of
 
@@ -160,7 +160,7 @@ def test_large_models_take_what_the_formula_of_the_paper_says(stage: int) -> Non
 def test_every_choice_has_a_row_and_the_one_of_the_configuration_is_marked() -> None:
     settings = config(2, 4, zero_optimization={"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}})
     found = zero.estimate(1e9, settings, 4)
-    assert [row.choice for row in found.rows] == [*CHOICES, Choice(1, "nvme")]
+    assert [row.choice for row in found.rows] == [*CHOICES, StageChoice(1, "nvme")]
     assert found.configured is found.rows[-1] and found.configured.host.files > 0
     marked = [line for line in str(found).splitlines() if line.startswith("* ")]
     assert len({line.partition("  ")[0] for line in marked}) == 1 and marked[0].startswith("* 1, optimizer on drive")

@@ -29,8 +29,8 @@ import zero
 from zero.launch.args.check import OPTIONS, add_arguments, request
 from zero.tools.check.compare import Yardstick, judge
 from zero.tools.check.plain_engine import Step
-from zero.tools.check.recording import Outcome
-from zero.tools.check.runs import Kind, Run
+from zero.tools.check.recording import RunRecord
+from zero.tools.check.runs import CheckRun, RunKind
 from zero.tools.check.script import _clips
 
 CLIPS = "torch.nn.utils.clip_grad_norm_(p, 1)"
@@ -181,8 +181,8 @@ def test_the_loss_is_asked_for_and_wrong_arguments_are_named():
 def test_runs_that_begin_with_other_weights_are_not_compared():
     """An unseeded script: its runs are as far apart as can be, and what lies between is not rounding."""
     step = Step({"w": torch.ones(1)}, {"w": torch.ones(1)}, {})
-    one, other = (Outcome([[1.0]], [1.0], [step], None, "fp32", {"w": begin}) for begin in (1, 2))
-    run, measure = Run(Kind.ENGINE, 1, 1, 3), Yardstick(0.0, {"w": 0.0}, 0.0)
+    one, other = (RunRecord([[1.0]], [1.0], [step], None, "fp32", {"w": begin}) for begin in (1, 2))
+    run, measure = CheckRun(RunKind.ENGINE, 1, 1, 3), Yardstick(0.0, {"w": 0.0}, 0.0)
     assert judge(run, one, one, measure).good
     row = judge(run, other, one, measure)
     assert not row.good

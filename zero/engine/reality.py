@@ -20,8 +20,8 @@ from zero.log import logger
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.formats import ITEMSIZE
 from zero.sizes.choice import own_choice, scheme_of
-from zero.sizes.estimate import DeviceBytes, Row, state_row
-from zero.sizes.recorder import Recorder
+from zero.sizes.estimate import DeviceBytes, PlanRow, state_row
+from zero.sizes.recorder import OperatorRecorder
 from zero.sizes.trace import trace
 
 STEP = 3  # in the first one memory is taken that stays, and in the second one the order of uses is learnt
@@ -104,7 +104,7 @@ def alive_now(sharded: ShardedModule, optimizer: ZeroOptimizer | None) -> Device
     )
 
 
-def planned(config: Config, sharded: ShardedModule) -> Row:
+def planned(config: Config, sharded: ShardedModule) -> PlanRow:
     """What is estimated for this engine, without activations."""
     units, formats = [unit.plan for unit in sharded.units], sharded.numerics.formats
     choice, mirrored = own_choice(config), sharded.device.type != "cpu"
@@ -183,7 +183,7 @@ class _Forward:
         self._module = module
         self._device = device
         self._inputs: tuple[Sequence[Any], Mapping[str, Any]] | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: OperatorRecorder | None = None
         compiled = any(is_compiled(child) for child in module.modules())
         self._handles = (
             []
@@ -197,7 +197,7 @@ class _Forward:
     def _begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled() and self._recorder is None:
             self._inputs = map_leaves((args, kwargs), _on_meta)
-            self._recorder = Recorder().__enter__()
+            self._recorder = OperatorRecorder().__enter__()
 
     def _end(self, *_: Any) -> None:
         if self._recorder is not None:

@@ -15,7 +15,7 @@ from zero.plan.units import UnitPlan
 DEVICE, HOST, FILE = Where.DEVICE.value, Where.HOST.value, Where.FILE.value
 
 
-class Choice(NamedTuple):
+class StageChoice(NamedTuple):
     """A stage, where optimizer state and parameters rest, in the words of the JSON, and the mesh.
 
     shard_size: ranks that state is cut over (`zero.shard_size`), 0 for all; secondary: those that hold a second copy of
@@ -41,17 +41,17 @@ class Choice(NamedTuple):
 
 
 CHOICES = (
-    *(Choice(stage) for stage in range(4)),
-    *(Choice(stage, HOST) for stage in (1, 2, 3)),
-    *(Choice(3, at, at) for at in (HOST, FILE)),
+    *(StageChoice(stage) for stage in range(4)),
+    *(StageChoice(stage, HOST) for stage in (1, 2, 3)),
+    *(StageChoice(3, at, at) for at in (HOST, FILE)),
 )
 
 
-def own_choice(settings: Config) -> Choice:
+def own_choice(settings: Config) -> StageChoice:
     """The one that the configuration makes."""
     section = settings.zero_optimization
     places = section.offload_optimizer.device, section.offload_param.device
-    return Choice(section.stage, *places, settings.shard_size, settings.secondary_shard_size)
+    return StageChoice(section.stage, *places, settings.shard_size, settings.secondary_shard_size)
 
 
 class Scheme(NamedTuple):
@@ -90,7 +90,7 @@ class Scheme(NamedTuple):
 def scheme_of(
     units: Sequence[UnitPlan],
     settings: Config,
-    choice: Choice,
+    choice: StageChoice,
     accumulation: int,
     mirrored: bool,
     per_host: int | None = None,

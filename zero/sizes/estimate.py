@@ -17,7 +17,7 @@ from zero.plan.layout import ALIGNMENT
 from zero.plan.memory import InFlight, StateBytes, alive_nbytes, in_flight_nbytes
 from zero.plan.placement import is_updated, keeps_copy
 from zero.plan.units import UnitPlan, plan_units
-from zero.sizes.choice import CHOICES, Choice, Scheme, own_choice, scheme_of
+from zero.sizes.choice import CHOICES, Scheme, StageChoice, own_choice, scheme_of
 from zero.sizes.cost import LOSS
 from zero.sizes.lines import gigabytes, of_each, table_lines, wrapped
 from zero.sizes.links import Links
@@ -65,7 +65,7 @@ _STATE = DeviceBytes._fields[:-2]  # kinds that are there without a micro-batch
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """What one choice takes on each rank: on the device that computes, in host memory and in files on a drive.
 
     moments: bytes of state on the device while the backward of a unit's module runs, by the path of that, in the order
@@ -83,7 +83,7 @@ class Row:
     sets:        what it sets in the JSON, by key with dots.
     """
 
-    choice: Choice
+    choice: StageChoice
     device: DeviceBytes
     host: HostBytes
     moments: Mapping[str, int]
@@ -112,8 +112,8 @@ class Estimate:
 
     what: str
     ranks: int
-    rows: tuple[Row, ...]
-    configured: Row
+    rows: tuple[PlanRow, ...]
+    configured: PlanRow
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -226,7 +226,9 @@ def units_of(model: nn.Module | Shape, settings: Config, alignment: int = ALIGNM
     return plan_module(model, groups, settings.world_size, settings, alignment)
 
 
-def state_row(units: Sequence[UnitPlan], settings: Config, formats: Formats, scheme: Scheme, choice: Choice) -> Row:
+def state_row(
+    units: Sequence[UnitPlan], settings: Config, formats: Formats, scheme: Scheme, choice: StageChoice
+) -> PlanRow:
     """What a choice takes, which means this scheme, without activations."""
     section = settings.zero_optimization
     trained = [unit.name for unit in units if is_updated(unit)]
@@ -268,13 +270,13 @@ def state_row(units: Sequence[UnitPlan], settings: Config, formats: Formats, sch
     states = masters + through[0], held.optimizer - masters + through[1]
     kinds = held.parameters, held.gradients, *states, gathered
     device = DeviceBytes(*kinds, max((each.most for each in on_their_way), default=0))
-    return Row(choice, device, host, *_moments(units, scheme, device, on_their_way))
+    return PlanRow(choice, device, host, *_moments(units, scheme, device, on_their_way))
 
 
 def _moments(
     units: Sequence[UnitPlan], scheme: Scheme, device: DeviceBytes, on_their_way: Sequence[InFlight]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """See `Row`. Gradients are there from the start where earlier micro-batches, or the step before, have left memory.
+    """See `PlanRow`. Gradients are there from the start where earlier micro-batches, or the last step, left memory.
 
     A sum that is a shard takes memory when its messages have come, one unit later.
     """

@@ -92,7 +92,7 @@ def over(nbytes: float, rate: float) -> float:
     return nbytes / rate if nbytes and rate else 0.0
 
 
-class Traffic(NamedTuple):
+class UnitTraffic(NamedTuple):
     """Of one unit: bytes by link in each micro-batch, and in addition once in a step; and seconds."""
 
     each: Links
@@ -109,7 +109,7 @@ class Moves(NamedTuple):
     rates: Rates
     per_host: int
 
-    def by_unit(self) -> list[tuple[str, Traffic]]:
+    def by_unit(self) -> list[tuple[str, UnitTraffic]]:
         """Of each unit, by the path of its module, in the order of the forward; nothing is computed yet."""
         groups, uses, count = groups_of(self.scheme, self.per_host), self.scheme.uses, len(self.units)
         again = {use.unit: use.gathered for use in uses[count:]}
@@ -118,7 +118,7 @@ class Moves(NamedTuple):
             for use in uses[:count]
         ]
 
-    def _unit(self, index: int, groups: Groups, gathered: bool, again: bool) -> Traffic:
+    def _unit(self, index: int, groups: Groups, gathered: bool, again: bool) -> UnitTraffic:
         unit, scheme, rates = self.units[index], self.scheme, self.rates
         whole, updated = ITEMSIZE[unit.dtype] * unit.layout.numel, is_updated(unit)
         if scheme.coded[0] and updated and gathered:
@@ -142,8 +142,8 @@ class Moves(NamedTuple):
             publish=seconds(publish, rates),
         )
         if scheme.sharding.grads:
-            return Traffic(sum_of(each, reduced), once, times)
-        return Traffic(each, sum_of(once, reduced), times)
+            return UnitTraffic(sum_of(each, reduced), once, times)
+        return UnitTraffic(each, sum_of(once, reduced), times)
 
     def _reduction(self, unit: UnitPlan, groups: Groups) -> list[Links]:
         """The messages of zero/core/reduction.py: along shard, along replica, or the first and then the second."""

@@ -38,7 +38,7 @@ FORMULAS: Mapping[Any, Callable[..., int]] = {
 """What torch's counter lacks: attention on the CPU, and products of experts; `custom_mapping` for FlopCounterMode."""
 
 
-class Recorder(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     """Inside the block: the operators that run, and every storage that they make.
 
     operators: each run of each, with FLOPs as torch.utils.flop_counter counts them;

@@ -105,7 +105,7 @@ def predict(
 
 def _settled(units: Sequence[UnitTimes], norm: float, pace: Pace, steps: int) -> float:
     """The mean step, once they are alike."""
-    run = _Run(units, norm, pace)
+    run = _Simulation(units, norm, pace)
     starts = [run.step() for _ in range(steps + 1)]
     half = steps // 2
     return (starts[-1] - starts[half]) / (steps - half)
@@ -125,7 +125,7 @@ def _busy(units: Sequence[UnitTimes], norm: float, pace: Pace) -> dict[str, floa
     }
 
 
-class _Run:
+class _Simulation:
     """Steps, one after the other; all times are seconds since the first began."""
 
     def __init__(self, units: Sequence[UnitTimes], norm: float, pace: Pace) -> None:

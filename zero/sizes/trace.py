@@ -28,7 +28,7 @@ from zero.recompute.saved_inputs import ALONE, InputStore, made_by_graph
 from zero.recompute.selective import Selective
 from zero.sizes.cost import POLICIES, ModelCost, Operator, UnitCost, total
 from zero.sizes.estimate import units_of
-from zero.sizes.recorder import DeviceKernels, Recorder
+from zero.sizes.recorder import DeviceKernels, OperatorRecorder
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 _META = torch.device("meta")
@@ -89,7 +89,7 @@ def samples_in(inputs: Any) -> int:
     return sizes[0]
 
 
-class _Run(NamedTuple):
+class _UnitRun(NamedTuple):
     """One forward and backward of a unit under one policy, of all samples of the inputs.
 
     own: bytes of what its graph holds of the tensors that were made inside; inputs, outputs: which of the tensors that
@@ -112,7 +112,7 @@ class _Call(NamedTuple):
     """One call of a unit: its run under each policy, and the numbers of storages that came and that it gave."""
 
     anchor: str
-    runs: dict[str, _Run]
+    runs: dict[str, _UnitRun]
     inputs: list[int | None]
     outputs: list[int | None]
 
@@ -164,8 +164,8 @@ class _Tracer:
         self._model = model
         self._kernels = DeviceKernels(device)
         self._every = settings.zero.recompute.products
-        self._recorder = self._outer = Recorder()
-        self._known: dict[Hashable, dict[str, _Run]] = {}
+        self._recorder = self._outer = OperatorRecorder()
+        self._known: dict[Hashable, dict[str, _UnitRun]] = {}
         self._calls: list[_Call] = []
         self._anchor = torch.empty(0, device=_META, requires_grad=True)  # what is made from nothing hangs on it
         self._end = 0  # the first storage that was made after the last block had run
@@ -286,7 +286,7 @@ class _Tracer:
 
     def _measured(
         self, module: nn.Module, forward: Callable[..., Any], leaves: list[Any], structure: TreeSpec, block: bool
-    ) -> dict[str, _Run]:
+    ) -> dict[str, _UnitRun]:
         """Run the unit under each policy."""
 
         def computed(*args: Any, **kwargs: Any) -> Any:
@@ -300,7 +300,7 @@ class _Tracer:
         store = InputStore(ActivationCheckpointing(), ALONE, _META)
         selective = Selective("", self._every)
 
-        def again(contexts: Any) -> _Run:
+        def again(contexts: Any) -> _UnitRun:
             return run(lambda *args, **kwargs: recomputed(computed, args, kwargs, store, contexts, module))
 
         again(selective.contexts)  # the first recomputation finds out which products are needed
@@ -308,9 +308,9 @@ class _Tracer:
         host = full._replace(inputs=(False,) * len(full.inputs))
         return {"none": plain, "selective": again(selective.contexts), "full": full, "host": host}
 
-    def _run(self, leaves: list[Any], structure: TreeSpec, forward: Callable[..., Any]) -> _Run:
+    def _run(self, leaves: list[Any], structure: TreeSpec, forward: Callable[..., Any]) -> _UnitRun:
         """Run forward and backward once, apart from the graph of the model."""
-        with Recorder() as recorder:
+        with OperatorRecorder() as recorder:
             self._recorder = recorder
             like = [_Like.of(leaf) for leaf in leaves if made_by_graph(leaf)]
             fresh = iter(_Made.apply(like, [], self._anchor) if like else ())
@@ -330,7 +330,7 @@ class _Tracer:
                 kept.discard(recorder.number(end))
                 torch.autograd.backward([end])
         self._recorder = self._outer
-        return _Run(
+        return _UnitRun(
             forward_flops,
             recorder.flops - forward_flops,
             sum(map(recorder.nbytes, kept.difference(numbers))),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +24,22 @@ def unseen(raw: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(section := found.get("zero"), dict):
         found["zero"] = {key: value for key, value in section.items() if key not in _SHOWN_OF_ZERO}
     return found | {"steps_per_print": float("inf"), "wall_clock_breakdown": False, "memory_breakdown": False}
+
+
+def wrap(engine: Any, name: str, before: Callable[..., Any], after: Callable[[], Any] = bool) -> None:
+    """Have these called around a method of an engine, `before` with its arguments.
+
+    On the object, in front of the method of its class: the script's loop must not see a difference.
+    """
+    method = getattr(engine, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        result = method(*args, **kwargs)
+        after()
+        return result
+
+    setattr(engine, name, call)
 
 
 class AssignedRun:

@@ -13,7 +13,7 @@ from typing import Any
 from zero.config import ConfigError, load
 from zero.config.override import override
 from zero.launch.messages import check_writable
-from zero.sizes.estimate import GB, Estimate, Row, estimate
+from zero.sizes.estimate import GB, Estimate, PlanRow, estimate
 from zero.sizes.lines import of_each
 
 _ROOM = 0.6  # of a device's memory: the rest is for activations
@@ -139,7 +139,7 @@ def _place(ask: Callable[[Question], Any], found: Estimate, memory: float) -> di
     return section
 
 
-def _row_text(row: Row) -> str:
+def _row_text(row: PlanRow) -> str:
     cells = {"device": row.device.total, "host": row.host.memory, "drive": row.host.files}
     return f"{row.choice}: " + ", ".join(f"{cell / GB:,.2f} GB on {name}" for name, cell in cells.items() if cell)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
-from zero.tools.report.written_run import Event, NoRunFolder, Rank, read
+from zero.tools.report.written_run import Event, NoRunFolder, WrittenRank, read
 
 _NEWEST = 2**16  # bytes of each file that are read
 HEAD = ("rank", "step", "loss", "rate", "ms/step", "phase", "waits", "memory", "last line")
@@ -60,7 +60,7 @@ def run(folder: str, once: bool) -> int:
     return 2
 
 
-def _row(rank: Rank, steps: Sequence[Event]) -> list[str]:
+def _row(rank: WrittenRank, steps: Sequence[Event]) -> list[str]:
     steps = steps[-_STEPS:]
     last = steps[-1] if steps else {}
     now = rank.last("phase", "end", "start")

@@ -9,21 +9,21 @@ from typing import Any
 
 from zero.config import Config
 from zero.launch.contract import ASSIGNED
-from zero.tools.assigned_run import AssignedRun
+from zero.tools.assigned_run import AssignedRun, wrap
 from zero.tools.check.plain_engine import PlainEngine, plain_engine
-from zero.tools.check.recording import Recorder, load, save
-from zero.tools.check.runs import Kind, Run, overridden
+from zero.tools.check.recording import StepRecorder, load, save
+from zero.tools.check.runs import CheckRun, RunKind, overridden
 
 
 class CheckedRun(AssignedRun):
     """The run that `zero check` wants of this process, with a folder for its outcome, and that of the run to follow."""
 
-    def __init__(self, run: Run, folder: Path, lead: Path | None = None) -> None:
+    def __init__(self, run: CheckRun, folder: Path, lead: Path | None = None) -> None:
         super().__init__(folder)
         self.run = run
-        self.plain = run.kind is not Kind.ENGINE
+        self.plain = run.kind is not RunKind.ENGINE
         self._lead = load(lead) if lead is not None else None
-        self._recorders: list[Recorder] = []
+        self._recorders: list[StepRecorder] = []
 
     @property
     def taken(self) -> int:
@@ -40,20 +40,21 @@ class CheckedRun(AssignedRun):
 
     def watch(self, engine: Any) -> None:
         """Record this engine; the script ends when all that train have taken their steps."""
-        recorder = Recorder(engine)
-        recorder.after_step = self._stepped
+        recorder = StepRecorder(engine)
         recorder.record_begin()
         if self._lead is not None and engine.optimizer is not None:
             engine.follow(self._lead.of_engine(len(self._training)))
         self._recorders.append(recorder)
+        wrap(engine, "backward", recorder.record_backward)
+        wrap(engine, "step", recorder.before_step, lambda: self._stepped(recorder))
 
     @property
-    def _training(self) -> list[Recorder]:
+    def _training(self) -> list[StepRecorder]:
         return [recorder for recorder in self._recorders if recorder.engine.optimizer is not None]
 
-    def _stepped(self) -> None:
+    def _stepped(self, recorder: StepRecorder) -> None:
         training = self._training
-        if any(recorder.engine.global_steps < self.run.steps for recorder in training):
+        if not recorder.after_step() or any(recorder.engine.global_steps < self.run.steps for recorder in training):
             return
         save(self.folder, training[0].engine.global_rank, training)
         self.end("zero check")
@@ -62,11 +63,11 @@ class CheckedRun(AssignedRun):
 def checked_run(values: dict[str, Any], folder: Path) -> CheckedRun:
     """What `environment` has told this process."""
     lead = values.pop("lead")
-    run = Run(**{**values, "kind": Kind(values["kind"])})
+    run = CheckRun(**{**values, "kind": RunKind(values["kind"])})
     return CheckedRun(run, folder, Path(lead) if lead else None)
 
 
-def environment(run: Run, folder: Path, lead: Path | None) -> dict[str, str]:
+def environment(run: CheckRun, folder: Path, lead: Path | None) -> dict[str, str]:
     """The variable that tells a script's processes their run."""
     values = {**dataclasses.asdict(run), "kind": run.kind.value, "folder": str(folder), "lead": lead and str(lead)}
     return {ASSIGNED: json.dumps(values)}

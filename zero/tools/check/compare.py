@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from zero.tools.check.recording import Outcome, Values
-from zero.tools.check.runs import Kind, Run, check_counts, engine_runs
+from zero.tools.check.recording import RunRecord, Values
+from zero.tools.check.runs import CheckRun, RunKind, check_counts, engine_runs
 
 _EPS = {"fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
-Train = Callable[[Run, Outcome | None], Outcome]
+Train = Callable[[CheckRun, RunRecord | None], RunRecord]
 
 _AMPLE = 8  # times what a nudge of one rounding does, or one unit in the last place, passes as rounding
 
@@ -26,10 +26,10 @@ class Difference(NamedTuple):
     relative: float
 
 
-class Row(NamedTuple):
+class ComparedRun(NamedTuple):
     """One line of the table; the differences are those from plain torch that arise in one step."""
 
-    run: Run
+    run: CheckRun
     loss: Difference | None
     grads: Difference | None
     params: Difference | None
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 class Report:
     """The result of a check: true if all is well, and a table when printed."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRun, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -74,7 +74,7 @@ class Yardstick(NamedTuple):
     share: float
 
 
-def yardstick(plain: Outcome, nudged: Outcome) -> Yardstick | None:
+def yardstick(plain: RunRecord, nudged: RunRecord) -> Yardstick | None:
     """By how much a nudge of the weights moves loss and gradients.
 
     None when the nudged run does not begin as the plain one did: then nothing can be said about anything.
@@ -106,7 +106,7 @@ def compare_runs(
     be run.
     """
     check_counts(steps, stages, accumulations)
-    rows: list[Row] = []
+    rows: list[ComparedRun] = []
     notes: list[str] = []
     for accumulation in accumulations:
         runs = engine_runs(stages, accumulation, steps, offload)
@@ -114,12 +114,14 @@ def compare_runs(
     return Report(tuple(rows), tuple(notes))
 
 
-def _compare(runs: Iterable[Run], accumulation: int, steps: int, train: Train, notes: list[str]) -> list[Row]:
+def _compare(
+    runs: Iterable[CheckRun], accumulation: int, steps: int, train: Train, notes: list[str]
+) -> list[ComparedRun]:
     """Runs with the same bits are compared with one run of plain torch; that is PLAIN where they go as it did."""
-    plain = train(Run(Kind.PLAIN, accumulation, steps), None)
+    plain = train(CheckRun(RunKind.PLAIN, accumulation, steps), None)
     if plain.rules and not notes:
         notes.append(f"{plain.rules}.")
-    measure = yardstick(plain, train(Run(Kind.NUDGED, accumulation, steps), plain))
+    measure = yardstick(plain, train(CheckRun(RunKind.NUDGED, accumulation, steps), plain))
     references = [(plain.bits, plain)]
     rows, bits = [], []
     for run in runs:
@@ -128,10 +130,10 @@ def _compare(runs: Iterable[Run], accumulation: int, steps: int, train: Train, n
             bits.append(outcome.bits)
             reference = next((other for known, other in references if known == bits[-1]), None)
             if reference is None:
-                reference = train(Run(Kind.BESIDE, accumulation, steps, run.stage, run.places), outcome)
+                reference = train(CheckRun(RunKind.BESIDE, accumulation, steps, run.stage, run.places), outcome)
                 references.append((bits[-1], reference))
         except Failed as error:
-            rows.append(Row(run, None, None, None, f"FAILED: {error}", False))
+            rows.append(ComparedRun(run, None, None, None, f"FAILED: {error}", False))
         else:
             rows.append(judge(run, outcome, reference, measure))
     if len(bits) > 1 and bits.count(bits[0]) == len(bits):
@@ -139,7 +141,7 @@ def _compare(runs: Iterable[Run], accumulation: int, steps: int, train: Train, n
     return rows
 
 
-def judge(run: Run, outcome: Outcome, reference: Outcome, measure: Yardstick | None) -> Row:
+def judge(run: CheckRun, outcome: RunRecord, reference: RunRecord, measure: Yardstick | None) -> ComparedRun:
     """The row of one run of the engine; `reference`: the run of plain torch that took each step from its weights.
 
     "within rounding" means: loss and gradients are at most eight times as far off as a nudge of each weight by one unit
@@ -157,13 +159,13 @@ def judge(run: Run, outcome: Outcome, reference: Outcome, measure: Yardstick | N
     alike = _shape(outcome, reference) is None
     grads, params = (_largest(outcome, reference, kind) if alike else None for kind in ("grads", "params"))
     if wrong is not None:
-        return Row(run, loss, grads, params, f"DIFFERS: {wrong}", False)
+        return ComparedRun(run, loss, grads, params, f"DIFFERS: {wrong}", False)
     # The norm is a report, and its squares are added up in another order.
     same = outcome.bits == reference.bits
-    return Row(run, loss, grads, params, "same bits" if same else "within rounding", True)
+    return ComparedRun(run, loss, grads, params, "same bits" if same else "within rounding", True)
 
 
-def _shape(outcome: Outcome, reference: Outcome) -> str | None:
+def _shape(outcome: RunRecord, reference: RunRecord) -> str | None:
     counts = [([len(losses) for losses in one.losses], len(one.norms), len(one.steps)) for one in (outcome, reference)]
     if counts[0] != counts[1]:
         return f"{counts[0][0]} losses on the ranks, where plain torch has {counts[1][0]}"
@@ -174,7 +176,7 @@ def _shape(outcome: Outcome, reference: Outcome) -> str | None:
     return None
 
 
-def _begin(outcome: Outcome, reference: Outcome) -> str | None:
+def _begin(outcome: RunRecord, reference: RunRecord) -> str | None:
     # Said before all else, since everything differs then.
     for name, value in reference.begin.items():
         if outcome.begin.get(name) != value:
@@ -182,7 +184,7 @@ def _begin(outcome: Outcome, reference: Outcome) -> str | None:
     return None
 
 
-def _first_tensor(outcome: Outcome, reference: Outcome, measure: Yardstick) -> str | None:
+def _first_tensor(outcome: RunRecord, reference: RunRecord, measure: Yardstick) -> str | None:
     before: Values = {}
     for number, (mine, theirs) in enumerate(zip(outcome.steps, reference.steps, strict=True), 1):
         for name, grad in theirs.grads.items():
@@ -199,7 +201,7 @@ def _first_tensor(outcome: Outcome, reference: Outcome, measure: Yardstick) -> s
     return None
 
 
-def _first_number(outcome: Outcome, reference: Outcome, measure: Yardstick) -> str | None:
+def _first_number(outcome: RunRecord, reference: RunRecord, measure: Yardstick) -> str | None:
     for what, mine, theirs, eps, noise in (
         ("gradient norm", outcome.norms, reference.norms, _EPS["fp32"], 0.0),
         ("loss", _flat(outcome.losses), _flat(reference.losses), _EPS[outcome.dtype], measure.loss),
@@ -219,7 +221,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return 0.0 if same else _size(one.double() - other.double())
 
 
-def _largest(outcome: Outcome, reference: Outcome, kind: str) -> Difference:
+def _largest(outcome: RunRecord, reference: RunRecord, kind: str) -> Difference:
     differences = [
         _difference(getattr(mine, kind)[name], value)
         for mine, theirs in zip(outcome.steps, reference.steps, strict=True)
@@ -234,7 +236,7 @@ def _difference(mine: torch.Tensor, other: torch.Tensor) -> Difference:
     return Difference(absolute, absolute / size if size else absolute)
 
 
-def _of_losses(outcome: Outcome, reference: Outcome) -> Difference | None:
+def _of_losses(outcome: RunRecord, reference: RunRecord) -> Difference | None:
     mine, other = (torch.tensor(_flat(one.losses), dtype=torch.float64) for one in (outcome, reference))
     return _difference(mine, other) if mine.numel() == other.numel() > 0 else None
 

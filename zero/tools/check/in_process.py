@@ -20,8 +20,8 @@ from zero.log import logger
 from zero.optim.fused import FusedShardOptimizer
 from zero.tools.check.compare import Failed, Report, compare_runs
 from zero.tools.check.plain_engine import plain_engine
-from zero.tools.check.recording import Outcome, Recorder, find_loss, hashes, stray, weights
-from zero.tools.check.runs import Kind, Run, overridden
+from zero.tools.check.recording import RunRecord, StepRecorder, find_loss, record_of, weights
+from zero.tools.check.runs import CheckRun, RunKind, overridden
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -40,36 +40,36 @@ class Copies:
         self._loss_fn = loss_fn
         self._model = whole_copy(engine)
 
-    def train(self, run: Run, lead: Outcome | None) -> Outcome:
+    def train(self, run: CheckRun, lead: RunRecord | None) -> RunRecord:
         """Train a copy as `run` says; raises `Failed` where the engine does, and what plain torch raises."""
         try:
             return self._train(run, lead)
         except Exception as error:
-            if run.kind is not Kind.ENGINE:
+            if run.kind is not RunKind.ENGINE:
                 raise
             raise Failed(f"{type(error).__name__}: {error}") from error
 
-    def _train(self, run: Run, lead: Outcome | None) -> Outcome:
+    def _train(self, run: CheckRun, lead: RunRecord | None) -> RunRecord:
         random_state.restore(self.random, self._engine.device)
         model = copy.deepcopy(self._model)
         engine = self._build(model, run)
-        recorder = Recorder(engine)
+        recorder = StepRecorder(engine)
         if lead is not None:
             engine.follow(lead.steps)
         try:
             for micro in range(run.steps * run.accumulation):
                 loss = self._loss_fn(engine, self._batches[micro % len(self._batches)])
+                recorder.record_backward(loss)
                 engine.backward(loss)
+                recorder.before_step()
                 engine.step()
+                recorder.after_step()
         finally:
             engine.destroy()
-        rows = _all_ranks((recorder.losses, hashes(recorder.steps[-1].params)))
-        losses, checksums = zip(*rows, strict=True)
-        return Outcome(
-            list(losses), recorder.norms, recorder.steps, stray(checksums), recorder.dtype, rules=recorder.rules
-        )
+        own = recorder.part()
+        return record_of([part | {"steps": own["steps"]} for part in _all_ranks(own | {"steps": []})])
 
-    def _build(self, model: nn.Module, run: Run) -> Any:
+    def _build(self, model: nn.Module, run: CheckRun) -> Any:
         origin = self._engine
         raw = {key: value for key, value in overridden(origin._config, run).items() if key != "scheduler"}
         by_name = dict(model.named_parameters())
@@ -85,7 +85,7 @@ class Copies:
                 raw["optimizer"] = rule.section
             else:
                 client = rule._kind(groups, **rule._params)
-        if run.kind is not Kind.ENGINE:
+        if run.kind is not RunKind.ENGINE:
             settings = load(raw, origin.world_size, filled=False)
             return plain_engine(model, client, groups, settings, run.kind)
         trained = {"optimizer": client} if client is not None else {"model_parameters": groups}

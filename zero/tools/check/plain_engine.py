@@ -34,7 +34,7 @@ from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.status import Status
 from zero.optim.make import torch_arguments
 from zero.optim.muon_groups import muon_groups, rules_line
-from zero.tools.check.runs import Kind
+from zero.tools.check.runs import RunKind
 
 Values = dict[str, torch.Tensor]
 _NUDGE = 1e-6  # of a gradient, to see whether the update makes more of it
@@ -61,7 +61,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     print = print_on_first
 
-    def __init__(self, module: nn.Module, settings: Config, kind: Kind, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, settings: Config, kind: RunKind, device: torch.device) -> None:
         super().__init__()
         self.module = module.to(device)
         self.device = device
@@ -77,7 +77,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         self._status = Status(None)
         self.last: Step | None = None
         self._config = settings
-        self._nudged = kind is Kind.NUDGED
+        self._nudged = kind is RunKind.NUDGED
         self._lead: Sequence[Step] | None = None
         self._boundary: bool | None = None
         self._norm: float | None = None
@@ -327,9 +327,9 @@ def plain_optimizer(
         return client_optimizer(client, groups)
     kind, params = settings.optimizer.type, dict(settings.optimizer.params)
     if kind.lower() == "muon":
-        return Muon(muon_groups(model, groups, MuonParams.model_validate(params)))
+        return PlainMuon(muon_groups(model, groups, MuonParams.model_validate(params)))
     if kind.lower() == "lamb":
-        return Lamb(groups, dict(LambParams.model_validate(params)))
+        return PlainLamb(groups, dict(LambParams.model_validate(params)))
     if not params.get("bias_correction", True):
         raise ValueError(
             "optimizer.params.bias_correction: torch has no Adam without it, so there is nothing to compare"
@@ -338,18 +338,18 @@ def plain_optimizer(
         params.setdefault("weight_decay", 0.0)  # AdamW's own default in torch is not ours
     if kind.lower() in ARGUMENTS:
         kind, params = torch_arguments(kind.lower(), params)
-    maker = Lion if kind == "Lion" else getattr(torch.optim, kind)
+    maker = PlainLion if kind == "Lion" else getattr(torch.optim, kind)
     return maker(groups, **{key: value for key, value in params.items() if value is not None})
 
 
-def plain_engine(model: nn.Module, client: Any, model_parameters: Any, settings: Config, kind: Kind) -> PlainEngine:
+def plain_engine(model: nn.Module, client: Any, model_parameters: Any, settings: Config, kind: RunKind) -> PlainEngine:
     """An unsharded engine of `model`; `settings` are those of the run."""
     engine = PlainEngine(model, settings, kind, local_device())
     engine.bind(plain_optimizer(model, client, model_parameters, settings))
     return engine
 
 
-class Muon(torch.optim.Optimizer):
+class PlainMuon(torch.optim.Optimizer):
     """`torch.optim.Muon` and AdamW, each for its groups."""
 
     def __init__(self, groups: Groups) -> None:
@@ -365,7 +365,7 @@ class Muon(torch.optim.Optimizer):
             made.step()
 
 
-class Lamb(torch.optim.Optimizer):
+class PlainLamb(torch.optim.Optimizer):
     """You et al. 2019, "Large Batch Optimization for Deep Learning", algorithm 2, as DeepSpeed's FusedLamb has it."""
 
     @torch.no_grad()
@@ -388,7 +388,7 @@ class Lamb(torch.optim.Optimizer):
                 param.sub_(lr * change)
 
 
-class Lion(torch.optim.Optimizer):
+class PlainLion(torch.optim.Optimizer):
     """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2."""
 
     def __init__(self, groups: Groups, lr: float = 1e-4, betas: Any = (0.9, 0.99), weight_decay: float = 0.0) -> None:

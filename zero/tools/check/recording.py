@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from zero.tools.check.plain_engine import PlainEngine, Step, Values
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunRecord:
     """Of one run: losses[rank][micro-step], norms[step], and the steps.
 
     stray: the first weight that is not the same on all ranks; dtype: the coarsest that gradients go through.
@@ -46,69 +49,75 @@ class Outcome:
         return self.losses, [(hashes(step.grads), hashes(step.params)) for step in self.steps]
 
 
-class Recorder:
+class StepRecorder:
     """Records an engine: the loss of each backward; norm, gradient and weights of each step.
 
-    Losses are what `engine.backward` got; where it is never called, what the engine returned.
+    Whoever calls the engine's `backward` and `step` tells of it. Where `backward` is never called, the losses are what
+    the engine returned.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.norms: list[float] = []
         self.steps: list[Step] = []
+        self._norms: list[float] = []
         self._losses: list[float] = []
         self._returned: list[float] = []
-        self._backward, self._step = engine.backward, engine.step
-        # On the object, in front of the methods of its class: the user's loop must not see a difference.
-        engine.backward, engine.step = self._record_backward, self._record_step
+        self._begin: dict[str, int] = {}
+        self._plain = isinstance(engine, PlainEngine)
         engine.register_forward_hook(self._record_forward)
-        self.after_step: Any = None
-        self.begin: dict[str, int] = {}
 
     def record_begin(self) -> None:
         """Remember the weights of now, as the model computes with them: masters may hold more; collective."""
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.engine._config.compute_dtype, torch.float32)
-        self.begin = hashes({name: value.to(dtype) for name, value in weights(self.engine).items()})
-
-    @property
-    def losses(self) -> list[float]:
-        """The loss of each micro-step on this rank."""
-        return self._losses or self._returned
-
-    @property
-    def dtype(self) -> str:
-        """The coarsest of the dtypes that losses and gradients are computed, sent and added up in."""
-        settings = self.engine._config
-        dtypes = {settings.compute_dtype, settings.autocast_dtype, settings.communication_data_type}
-        dtypes.add(settings.data_types.grad_accum_dtype)
-        return next((dtype for dtype in ("bf16", "fp16") if dtype in dtypes), "fp32")
-
-    @property
-    def rules(self) -> str:
-        """See `Outcome`."""
-        return self.engine.rules if isinstance(self.engine, PlainEngine) else ""
+        self._begin = hashes({name: value.to(dtype) for name, value in weights(self.engine).items()})
 
     def _record_forward(self, module: Any, args: Any, output: Any) -> None:
         loss = find_loss(output)
         if loss is not None and loss.requires_grad:
             self._returned.append(float(loss.detach()))
 
-    def _record_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def record_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """To be called before each backward, with its arguments."""
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(float(loss.detach()))
-        return self._backward(loss, *args, **kwargs)
 
-    def _record_step(self, *args: Any, **kwargs: Any) -> Any:
-        before, plain = self.engine.global_steps, isinstance(self.engine, PlainEngine)
-        grads = {} if plain or not self.engine.is_gradient_accumulation_boundary() else gradients(self.engine)
-        result = self._step(*args, **kwargs)
-        if self.engine.global_steps > before:
-            norm = self.engine.get_global_grad_norm()
-            self.norms.append(float("nan") if norm is None else float(norm))
-            self.steps.append(self.engine.last if plain else Step(grads, weights(self.engine), {}))
-            if self.after_step is not None:
-                self.after_step()
-        return result
+    def before_step(self, *args: Any, **kwargs: Any) -> None:
+        """To be called before each step; collective at the boundary."""
+        self._before = self.engine.global_steps
+        boundary = self.engine.is_gradient_accumulation_boundary()
+        self._grads = gradients(self.engine) if boundary and not self._plain else {}
+
+    def after_step(self) -> bool:
+        """To be called after each step; collective at the boundary. Whether it was one of the optimizer's."""
+        if self.engine.global_steps == self._before:
+            return False
+        norm = self.engine.get_global_grad_norm()
+        self._norms.append(float("nan") if norm is None else float(norm))
+        self.steps.append(self.engine.last if self._plain else Step(self._grads, weights(self.engine), {}))
+        return True
+
+    def part(self, prefix: str = "") -> dict[str, Any]:
+        """What this rank knows of the run, with `prefix` before the names of parameters."""
+        settings = self.engine._config
+        dtypes = {settings.compute_dtype, settings.autocast_dtype, settings.communication_data_type}
+        dtypes.add(settings.data_types.grad_accum_dtype)
+        return {
+            "losses": self._losses or self._returned,
+            "norms": self._norms,
+            "steps": [[_with(prefix, values) for values in step] for step in self.steps],
+            "hashes": _with(prefix, hashes(self.steps[-1].params)),
+            "dtype": next((dtype for dtype in ("bf16", "fp16") if dtype in dtypes), "fp32"),
+            "begin": _with(prefix, self._begin),
+            "rules": self.engine.rules if self._plain else "",
+        }
+
+
+def record_of(parts: Sequence[Mapping[str, Any]], folder: Path | None = None) -> RunRecord:
+    """Of the parts of all ranks; rank 0's has the steps."""
+    first = parts[0]
+    losses, steps = [part["losses"] for part in parts], [Step(*step) for step in first["steps"]]
+    found = stray([part["hashes"] for part in parts])
+    return RunRecord(losses, first["norms"], steps, found, first["dtype"], first["begin"], folder, first["rules"])
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
@@ -174,51 +183,36 @@ def stray(of_ranks: list[dict[str, int]]) -> str | None:
     return None
 
 
-def save(folder: Path, rank: int, recorders: list[Recorder]) -> None:
-    """Write this rank's part of the outcome; rank 0's has the steps."""
-    begin: dict[str, int] = {}
-    last: dict[str, int] = {}
-    steps = [Step({}, {}, {}) for _ in range(max(len(recorder.steps) for recorder in recorders))]
-    for index, recorder in enumerate(recorders):
-        prefix = _prefix(index) if len(recorders) > 1 else ""
-        begin |= {prefix + name: value for name, value in recorder.begin.items()}
-        last |= {prefix + name: value for name, value in hashes(recorder.steps[-1].params).items()}
-        for step, own in zip(steps, recorder.steps, strict=False):
-            for values, news in zip(step, own, strict=True):
-                values |= {prefix + name: value for name, value in news.items()}
-    record = {
-        "losses": [loss for recorder in recorders for loss in recorder.losses],
-        "norms": [norm for recorder in recorders for norm in recorder.norms],
-        "steps": [step._asdict() for step in steps] if rank == 0 else [],
-        "hashes": last,
-        "dtype": recorders[0].dtype,
-        "begin": begin,
-        "rules": "; ".join(filter(None, (recorder.rules for recorder in recorders))),
+def save(folder: Path, rank: int, recorders: list[StepRecorder]) -> None:
+    """Write this rank's part of the record of a script with these engines."""
+    parts = [recorder.part(_prefix(index) if len(recorders) > 1 else "") for index, recorder in enumerate(recorders)]
+    of_steps = itertools.zip_longest(*(part["steps"] for part in parts), fillvalue=({}, {}, {}))
+    steps = [[dict(ChainMap(*values)) for values in zip(*of_step, strict=True)] for of_step in of_steps]
+    whole = parts[0] | {
+        "losses": [loss for part in parts for loss in part["losses"]],
+        "norms": [norm for part in parts for norm in part["norms"]],
+        "steps": steps if rank == 0 else [],
+        "hashes": dict(ChainMap(*(part["hashes"] for part in parts))),
+        "begin": dict(ChainMap(*(part["begin"] for part in parts))),
+        "rules": "; ".join(filter(None, (part["rules"] for part in parts))),
     }
-    torch.save(record, folder / f"rank{rank}.pt")
+    torch.save(whole, folder / f"rank{rank}.pt")
 
 
-def load(folder: Path) -> Outcome | None:
+def load(folder: Path) -> RunRecord | None:
     """What `save` wrote on all ranks; None where a rank's part is missing."""
     paths = [folder / f"rank{rank}.pt" for rank in range(len(list(folder.glob("rank*.pt"))))]
     if not paths or not all(path.exists() for path in paths):
         return None
-    records = [torch.load(path, weights_only=True) for path in paths]
-    first = records[0]
-    return Outcome(
-        losses=[record["losses"] for record in records],
-        norms=first["norms"],
-        steps=[Step(**step) for step in first["steps"]],
-        stray=stray([record["hashes"] for record in records]),
-        dtype=first["dtype"],
-        begin=first["begin"],
-        folder=folder,
-        rules=first["rules"],
-    )
+    return record_of([torch.load(path, weights_only=True) for path in paths], folder)
 
 
 def _prefix(index: int) -> str:
     return f"engine {index}: "
+
+
+def _with(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {prefix + name: value for name, value in values.items()}
 
 
 def _without(prefix: str, values: Values) -> Values:

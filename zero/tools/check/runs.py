@@ -14,7 +14,7 @@ from zero.config.unavailable import lookup
 from zero.tools.assigned_run import unseen
 
 
-class Kind(enum.Enum):
+class RunKind(enum.Enum):
     """Who trains.
 
     ENGINE: the engine, under the stage of the run;
@@ -30,13 +30,13 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Run:
+class CheckRun:
     """One training run of `steps` optimizer steps; `stage` is that of ENGINE, or which BESIDE follows, None elsewhere.
 
     `places`: a key of PLACES, where state rests in this run; None leaves that to the config.
     """
 
-    kind: Kind
+    kind: RunKind
     accumulation: int
     steps: int
     stage: int | None = None
@@ -45,19 +45,23 @@ class Run:
     @property
     def name(self) -> str:
         """What the table calls it."""
-        plain = {Kind.PLAIN: "plain torch", Kind.NUDGED: "plain torch, nudged", Kind.BESIDE: "plain torch beside "}
+        plain = {
+            RunKind.PLAIN: "plain torch",
+            RunKind.NUDGED: "plain torch, nudged",
+            RunKind.BESIDE: "plain torch beside ",
+        }
         stage = f"stage {self.stage}" if self.stage is not None else ""
         where = f", {self.places}" if self.places else ""
         return f"{plain.get(self.kind, '')}{stage}{where}, accumulation {self.accumulation}"
 
 
-def engine_runs(stages: Sequence[int], accumulation: int, steps: int, offload: bool = False) -> Iterator[Run]:
+def engine_runs(stages: Sequence[int], accumulation: int, steps: int, offload: bool = False) -> Iterator[CheckRun]:
     """The runs that are judged, for one accumulation count; with `offload`, state in host memory as well."""
     for stage in stages:
-        yield Run(Kind.ENGINE, accumulation, steps, stage)
+        yield CheckRun(RunKind.ENGINE, accumulation, steps, stage)
         for places, section in PLACES.items() if offload and stage > 0 else ():
             if stage == 3 or "offload_param" not in section:
-                yield Run(Kind.ENGINE, accumulation, steps, stage, places)
+                yield CheckRun(RunKind.ENGINE, accumulation, steps, stage, places)
 
 
 _HOST = {"device": "cpu"}
@@ -79,7 +83,7 @@ def check_counts(steps: int, stages: Sequence[int], accumulations: Sequence[int]
         raise ValueError(f"accumulations: got {list(accumulations)}, wanted counts of at least 1")
 
 
-def overridden(settings: Config, run: Run) -> dict[str, Any]:
+def overridden(settings: Config, run: CheckRun) -> dict[str, Any]:
     """The user's config as `run` needs it; the micro-batch stays, the global batch follows the accumulation.
 
     The loss scale of fp16 is 1, moments are fp32, and Muon takes one matrix at a time as torch does: all else would be
@@ -88,7 +92,7 @@ def overridden(settings: Config, run: Run) -> dict[str, Any]:
     raw = unseen(settings.raw)
     micro = settings.train_micro_batch_size_per_gpu
     raw |= {TRAIN: micro * run.accumulation * settings.world_size, MICRO: micro, STEPS: run.accumulation}
-    if run.kind is Kind.ENGINE:
+    if run.kind is RunKind.ENGINE:
         section = raw.get("zero_optimization")
         raw["zero_optimization"] = _placed({**(section if isinstance(section, dict) else {}), "stage": run.stage}, run)
         if run.stage == 0 and isinstance(raw.get("zero"), dict):
@@ -103,7 +107,7 @@ def overridden(settings: Config, run: Run) -> dict[str, Any]:
     return raw
 
 
-def _placed(section: dict[str, Any], run: Run) -> dict[str, Any]:
+def _placed(section: dict[str, Any], run: CheckRun) -> dict[str, Any]:
     """The section with what may rest off the device on the run's stage, where the run says, and sizes that fit it."""
     old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
     for key, least in (("offload_optimizer", 1), ("offload_param", 3)):

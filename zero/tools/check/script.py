@@ -15,8 +15,8 @@ from zero.core.released import UNCLIPPED
 from zero.launch.args.check import CheckRequest
 from zero.tools.check.checked_run import environment
 from zero.tools.check.compare import Failed, compare_runs
-from zero.tools.check.recording import Outcome, load
-from zero.tools.check.runs import Kind, Run, check_counts, engine_runs
+from zero.tools.check.recording import RunRecord, load
+from zero.tools.check.runs import CheckRun, RunKind, check_counts, engine_runs
 from zero.tools.script_runs import ScriptRuns, why_not
 
 _TAIL = 15  # lines of a run's output that are shown when it failed
@@ -75,7 +75,7 @@ class _Trainer:
         self._begin = time.monotonic()
         self.bar = tqdm(total=self._total, desc="zero check", unit="run", leave=False, disable=None)
 
-    def train(self, one: Run, lead: Outcome | None) -> Outcome:
+    def train(self, one: CheckRun, lead: RunRecord | None) -> RunRecord:
         """Run the script as `one` says; what went wrong is said at once, and raised as `Failed`."""
         folder, begin = self._folder / one.kind.value, time.monotonic()
         shutil.rmtree(folder, ignore_errors=True)  # of the last such run, which nothing follows any more
@@ -93,11 +93,11 @@ class _Trainer:
         say(f"{one.name}: {why}" + (f"; the end of its output:\n{tail}" if tail else ", and it printed nothing"))
         raise Failed(why)
 
-    def _count(self, one: Run) -> None:
-        if one.kind is Kind.BESIDE and one.accumulation in self._followed:
+    def _count(self, one: CheckRun) -> None:
+        if one.kind is RunKind.BESIDE and one.accumulation in self._followed:
             self._total += 1  # one more than planned, which differs from those before
             self.bar.total = self._total
-        self._followed |= {one.accumulation} if one.kind is Kind.BESIDE else set()
+        self._followed |= {one.accumulation} if one.kind is RunKind.BESIDE else set()
         self._done += 1
         self.bar.update()
 

@@ -22,7 +22,7 @@ from zero.log import counted
 from zero.memory.available import available_nbytes
 from zero.plan.formats import ITEMSIZE
 from zero.sizes.cost import ModelCost, shape_cost
-from zero.sizes.estimate import DEFAULT, GB, Row, estimate
+from zero.sizes.estimate import DEFAULT, GB, PlanRow, estimate
 from zero.sizes.lines import of_each, wrapped
 from zero.sizes.rates import DEVICES, Rates, measured
 from zero.sizes.shape import Shape, shape_of
@@ -70,7 +70,7 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _lines(given: argparse.Namespace) -> Iterator[str]:
-    source = Source(given)
+    source = PlannedModel(given)
     if given.shardable or given.trace:
         yield from source.layers() if given.shardable else source.operators()
         return
@@ -104,7 +104,7 @@ def _found(given: argparse.Namespace, setup: Setup, worlds: Sequence[int]) -> It
         yield from _searched(given, setup)
 
 
-class Source:
+class PlannedModel:
     """The model that is planned, and what it costs: by formula, or traced on the meta device.
 
     inputs: arguments of its forward; None for a shape.
@@ -200,7 +200,7 @@ def _searched(given: argparse.Namespace, setup: Setup) -> Iterator[str]:
         yield from _written(given.json, setup, best)
 
 
-def _written(path: str, setup: Setup, row: Row) -> Iterator[str]:
+def _written(path: str, setup: Setup, row: PlanRow) -> Iterator[str]:
     if row.lacks:
         raise ValueError(f"--json: nothing fits, so there is no configuration to write ({'; '.join(row.lacks)})")
     values = apply(setup.settings.raw, row.overrides())
@@ -224,7 +224,7 @@ def _settings(given: argparse.Namespace) -> Config:
     return load(values, (worlds or [1])[0], filled=False)
 
 
-def _setup(given: argparse.Namespace, source: Source) -> Setup:
+def _setup(given: argparse.Namespace, source: PlannedModel) -> Setup:
     settings = _settings(given)
     cost = source.cost(settings)
     if given.device == "measured":

@@ -13,11 +13,11 @@ from zero.config.unavailable import lookup
 from zero.memory.update_costs import RESERVE, UpdateRates, update_costs
 from zero.plan.formats import Formats, wire_alignment
 from zero.plan.units import UnitPlan
-from zero.sizes.choice import CHOICES, FILE, Choice, Scheme, own_choice, scheme_of
+from zero.sizes.choice import CHOICES, FILE, Scheme, StageChoice, own_choice, scheme_of
 from zero.sizes.choice import DEVICE as DEVICE_MEMORY
 from zero.sizes.cost import LOSS, POLICIES, ModelCost, UnitCost
-from zero.sizes.estimate import GB, STEP, Row, is_fused, state_formats, state_row, units_of
-from zero.sizes.links import Links, Moves, Traffic, over, sum_of
+from zero.sizes.estimate import GB, STEP, PlanRow, is_fused, state_formats, state_row, units_of
+from zero.sizes.links import Links, Moves, UnitTraffic, over, sum_of
 from zero.sizes.rates import Rates
 from zero.sizes.shape import Shape
 from zero.sizes.timeline import DEVICE, DRIVE, HOST, LINK, Pace, Prediction, UnitTimes, predict
@@ -118,15 +118,17 @@ def _within(path: str, states: Mapping[str, int]) -> str:
     return path
 
 
-def choices_of(setup: Setup) -> list[Choice]:
+def choices_of(setup: Setup) -> list[StageChoice]:
     """Stages and placements on all ranks, state cut inside of hosts (HSDP), hpZ; and the configuration's own."""
     found, inside, ranks = list(CHOICES), setup.per_host, setup.ranks
     if 1 < inside < ranks and ranks % inside == 0:
-        found += [Choice(stage, shard_size=inside) for stage in (1, 2, 3)] + [Choice(3, secondary=inside)]
+        found += [StageChoice(stage, shard_size=inside) for stage in (1, 2, 3)] + [StageChoice(3, secondary=inside)]
     return list(dict.fromkeys([*found, own_choice(setup.settings)]))
 
 
-def candidates(setup: Setup, choices: Iterable[Choice] | None = None, policies: Sequence[str] = POLICIES) -> list[Row]:
+def candidates(
+    setup: Setup, choices: Iterable[StageChoice] | None = None, policies: Sequence[str] = POLICIES
+) -> list[PlanRow]:
     """Rows of all choices and policies, each with several micro-batches: those that fit first, by seconds per sample.
 
     Of those within a hundredth of the fastest, than which no prediction is better, the plainest come first: with state
@@ -141,7 +143,7 @@ def candidates(setup: Setup, choices: Iterable[Choice] | None = None, policies: 
             found += [search.row(policy, size) for size in search.sizes(policy)]
     fastest = min((pace_of(row) for row in found if not row.lacks), default=0.0)
 
-    def key(row: Row) -> tuple[float, ...]:
+    def key(row: PlanRow) -> tuple[float, ...]:
         if row.lacks:
             return 2, row.peak
         pace, moved = pace_of(row), sum(row.links) / (row.micro_batch * row.accumulation)
@@ -153,7 +155,7 @@ def candidates(setup: Setup, choices: Iterable[Choice] | None = None, policies: 
     return sorted(found, key=key)
 
 
-def pace_of(row: Row) -> float:
+def pace_of(row: PlanRow) -> float:
     """Seconds for a sample of one rank."""
     return row.step.step / (row.micro_batch * row.accumulation)
 
@@ -169,11 +171,11 @@ class Line(NamedTuple):
 class Search:
     """The rows of one choice."""
 
-    def __init__(self, setup: Setup, choice: Choice) -> None:
+    def __init__(self, setup: Setup, choice: StageChoice) -> None:
         self.setup, self.choice = setup, choice
         # By whether several micro-batches make a step: how many there are changes nothing of these.
-        self._states: dict[bool, tuple[Row, Moves]] = {}
-        self._traffic: dict[bool, list[tuple[str, Traffic]]] = {}
+        self._states: dict[bool, tuple[PlanRow, Moves]] = {}
+        self._traffic: dict[bool, list[tuple[str, UnitTraffic]]] = {}
         per_rank = setup.settings.raw.get("train_batch_size")
         rest = per_rank % setup.ranks if isinstance(per_rank, int) else 1
         self._samples = None if rest else per_rank // setup.ranks
@@ -192,7 +194,7 @@ class Search:
         whole = (size for size in range(self._samples, 0, -1) if self._samples % size == 0)
         return next((size for size in whole if size <= self.capacity(policy, self._accumulation(size))), 0)
 
-    def row(self, policy: str, micro_batch: int, timed: bool = True) -> Row:
+    def row(self, policy: str, micro_batch: int, timed: bool = True) -> PlanRow:
         """What so many samples in one forward of one rank take, whether they fit, and where `timed` what is sent."""
         setup, cost, accumulation = self.setup, self.setup.cost, self._accumulation(micro_batch)
         state, _ = self._state(accumulation)
@@ -221,13 +223,13 @@ class Search:
         given = self.setup.settings.gradient_accumulation_steps
         return given if self._samples is None else self._samples // micro_batch
 
-    def _moved(self, accumulation: int) -> list[tuple[str, Traffic]]:
+    def _moved(self, accumulation: int) -> list[tuple[str, UnitTraffic]]:
         several = accumulation > 1
         if several not in self._traffic:
             self._traffic[several] = self._state(accumulation)[1].by_unit()
         return self._traffic[several]
 
-    def _state(self, accumulation: int) -> tuple[Row, Moves]:
+    def _state(self, accumulation: int) -> tuple[PlanRow, Moves]:
         setup, several = self.setup, accumulation > 1
         if several not in self._states:
             scheme, row = self._scheme(1 + several)
@@ -235,11 +237,11 @@ class Search:
             self._states[several] = row, moves
         return self._states[several]
 
-    def _scheme(self, accumulation: int) -> tuple[Scheme, Row]:
+    def _scheme(self, accumulation: int) -> tuple[Scheme, PlanRow]:
         """What the choice means, and takes; where state is updated that rests off the device, as an engine decides."""
         setup, update = self.setup, self.setup.settings.zero_optimization.offload_optimizer.zero.update
 
-        def made(streamed: bool) -> tuple[Scheme, Row]:
+        def made(streamed: bool) -> tuple[Scheme, PlanRow]:
             common = setup.units, setup.settings, self.choice, accumulation, setup.mirrored, setup.per_host
             scheme = scheme_of(*common, streamed)
             return scheme, state_row(setup.units, setup.settings, setup.formats, scheme, self.choice)
@@ -307,7 +309,7 @@ class Search:
         return times._replace(forward=max(away, forward), backward=max(away, times.backward + backward + again))
 
 
-def _lacks(setup: Setup, row: Row) -> Iterator[str]:
+def _lacks(setup: Setup, row: PlanRow) -> Iterator[str]:
     """What there is too little of."""
     host, room = row.host.memory + row.inputs_on_host, setup.room
     peak = row.peak if setup.mirrored else row.peak + host
@@ -335,7 +337,7 @@ _PLAIN = {
 }  # what is so without being said
 
 
-def _sets(setup: Setup, choice: Choice, policy: str, micro_batch: int, accumulation: int) -> dict[str, Any]:
+def _sets(setup: Setup, choice: StageChoice, policy: str, micro_batch: int, accumulation: int) -> dict[str, Any]:
     """The keys of the JSON of a row, as far as the configuration does not say them by silence."""
     settings, section = setup.settings, setup.settings.zero_optimization
     sets = _PLAIN | {

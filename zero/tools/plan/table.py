@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import chain, pairwise, product
 from typing import NamedTuple
 
-from zero.sizes.choice import CHOICES, Choice
+from zero.sizes.choice import CHOICES, StageChoice
 from zero.sizes.cost import POLICIES
-from zero.sizes.estimate import Row
+from zero.sizes.estimate import PlanRow
 from zero.sizes.lines import gigabytes, table_lines
 from zero.tools.plan.search import Search, Setup, candidates, pace_of
 from zero.tools.report.pays import enough
@@ -17,20 +17,20 @@ from zero.tools.report.pays import enough
 MOST_RANKS = 1 << 16  # beyond which no smaller share is looked for
 
 
-def name_of(row: Row) -> str:
+def name_of(row: PlanRow) -> str:
     """A row in words."""
     return f"stage {row.choice}{_again(row)}, micro-batch {_size(row)}"
 
 
-def _again(row: Row) -> str:
+def _again(row: PlanRow) -> str:
     return "" if row.policy == "none" else f", recompute {row.policy}"
 
 
-def _size(row: Row) -> str:
+def _size(row: PlanRow) -> str:
     return f"{row.micro_batch}" + (f" x {row.accumulation}" if row.accumulation > 1 else "")
 
 
-def table(setup: Setup, rows: Sequence[Row], whole: bool = False) -> Iterator[str]:
+def table(setup: Setup, rows: Sequence[PlanRow], whole: bool = False) -> Iterator[str]:
     """The rows, in their order; without `whole` the best of each choice and policy, as far as one table holds it.
 
     In place of the speed of what does not fit stands what there is too little of.
@@ -42,7 +42,7 @@ def table(setup: Setup, rows: Sequence[Row], whole: bool = False) -> Iterator[st
     yield from table_lines("stage", [f"{row.choice}{_again(row)}" for row in shown], there, whole)
 
 
-def _cells(setup: Setup, row: Row) -> dict[str, str]:
+def _cells(setup: Setup, row: PlanRow) -> dict[str, str]:
     """Seconds, tokens, and GB: the most at once, by kind, on the host and the drive, and on each link in a step."""
     nbytes = {"peak": row.peak, "host": row.host.memory + row.inputs_on_host, "drive": row.host.files}
     nbytes |= row.device._asdict()
@@ -53,26 +53,26 @@ def _cells(setup: Setup, row: Row) -> dict[str, str]:
     return {"micro-batch": _size(row), **speed} | {name: gigabytes(each) for name, each in nbytes.items()}
 
 
-def tokens(setup: Setup, row: Row) -> float:
+def tokens(setup: Setup, row: PlanRow) -> float:
     """Per second and rank."""
     return setup.cost.sequence / pace_of(row)
 
 
-class Waits(NamedTuple):
+class MessageShare(NamedTuple):
     """Of a step: the share that it is longer than without messages between ranks, and the time of these beside it."""
 
     longer: float
     busy: float
 
 
-def waits(setup: Setup, row: Row) -> Waits:
+def waits(setup: Setup, row: PlanRow) -> MessageShare:
     """What messages between ranks cost a row."""
     silent = replace(setup.rates, intra_host=0.0, inter_host=0.0, latency=0.0)
     alone = Search(replace(setup, rates=silent), row.choice).row(row.policy, row.micro_batch)
-    return Waits(max(0.0, 1 - alone.step.step / row.step.step), row.step.busy["link"] / row.step.step)
+    return MessageShare(max(0.0, 1 - alone.step.step / row.step.step), row.step.busy["link"] / row.step.step)
 
 
-def summary(setup: Setup, rows: Sequence[Row]) -> Iterator[str]:
+def summary(setup: Setup, rows: Sequence[PlanRow]) -> Iterator[str]:
     """The fastest that fits, the largest micro-batch, the longest sequence, and whether more ranks pay."""
     fitting = [row for row in rows if not row.lacks]
     best = fitting[0]
@@ -88,13 +88,15 @@ def summary(setup: Setup, rows: Sequence[Row]) -> Iterator[str]:
     yield pays(setup, best)
 
 
-def nothing_fits(rows: Sequence[Row]) -> str:
+def nothing_fits(rows: Sequence[PlanRow]) -> str:
     """The verdict where none of these fits, with what the one that takes least has too little of."""
     least = min(rows, key=lambda row: row.peak)
     return f"nothing fits; the least has {name_of(least)}: {'; '.join(least.lacks)}"
 
 
-def longest(setup: Setup, choices: Sequence[Choice], policies: Sequence[str] = POLICIES) -> tuple[int, Choice, str]:
+def longest(
+    setup: Setup, choices: Sequence[StageChoice], policies: Sequence[str] = POLICIES
+) -> tuple[int, StageChoice, str]:
     """Tokens of the longest sample that fits, and with what. Activations grow with it: no scores are kept."""
     found = (
         (int(setup.cost.sequence * Search(setup, choice).capacity(policy, 2)), choice, policy)
@@ -104,7 +106,7 @@ def longest(setup: Setup, choices: Sequence[Choice], policies: Sequence[str] = P
     return max(found, key=lambda each: each[0])
 
 
-def pays(setup: Setup, row: Row) -> str:
+def pays(setup: Setup, row: PlanRow) -> str:
     """Whether twice the ranks pay, in words."""
     more = setup.on(2 * setup.ranks)
     after = candidates(more, [row.choice])[0]
@@ -141,7 +143,7 @@ def over_worlds(setup: Setup, worlds: Sequence[int]) -> Iterator[str]:
         yield verdict(speeds)
 
 
-def verdict(speeds: Sequence[tuple[int, float, Waits]]) -> str:
+def verdict(speeds: Sequence[tuple[int, float, MessageShare]]) -> str:
     """Of numbers of ranks with their tokens/s: up to which more pay. Twice the ranks shall give 1.5 times the speed."""
     (start, first, _), (end, last, cost) = speeds[0], speeds[-1]
     for (few, slow, _), (many, fast, share) in pairwise(speeds):
@@ -160,11 +162,11 @@ def smallest(setup: Setup) -> Iterator[str]:
     """For each choice and policy, the smallest number of ranks on which the configured micro-batch fits."""
     size, known = setup.settings.train_micro_batch_size_per_gpu, {}
 
-    def fits(choice: Choice, policy: str, ranks: int) -> bool:
+    def fits(choice: StageChoice, policy: str, ranks: int) -> bool:
         at = known.setdefault(ranks, setup.on(ranks))
         return not searches.setdefault((ranks, choice), Search(at, choice)).row(policy, size, timed=False).lacks
 
-    searches: dict[tuple[int, Choice], Search] = {}
+    searches: dict[tuple[int, StageChoice], Search] = {}
     columns: dict[str, list[str]] = {policy: [] for policy in POLICIES}
     for choice, policy in product(CHOICES, POLICIES):
         low, high = 0, 1

@@ -26,7 +26,7 @@ _MARKED = 8  # markers along one line
 _MEDIANS = 100  # points of the line through a noisy one
 
 
-class Line(NamedTuple):
+class Curve(NamedTuple):
     """Values (y) at steps (x); NaN is a gap."""
 
     name: str
@@ -34,7 +34,7 @@ class Line(NamedTuple):
     y: np.ndarray
 
 
-class Span(NamedTuple):
+class Bar(NamedTuple):
     """A bar, in milliseconds from the begin of a step; the first word of its name is the verb."""
 
     row: str
@@ -48,7 +48,7 @@ class Span(NamedTuple):
         return self.name.partition(" ")[0]
 
 
-def line_chart(lines: Sequence[Line], what: str, most: int = POINTS) -> Any:
+def line_chart(lines: Sequence[Curve], what: str, most: int = POINTS) -> Any:
     """Lines over steps, each of at most so many points; through a long line that is alone goes its running median."""
     around = float(max(np.nanmax(np.abs(line.y)) for line in lines)) or 1.0  # of values that are all the same
     ranges = {"x_range": DataRange1d(range_padding=0.02), "y_range": DataRange1d(default_span=around)}
@@ -90,12 +90,12 @@ def thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.nda
     return x[kept], y[kept]
 
 
-def timeline(spans: Sequence[Span]) -> Any:
+def timeline(spans: Sequence[Bar]) -> Any:
     """Bars in rows, the longest SPANS; one that lies in another is drawn on it, less high. One verb is one look."""
     rows = list(dict.fromkeys(span.row for span in spans))
     chart = _figure(height=190 + 44 * len(rows), x_axis_label="milliseconds of the step")
     bars: dict[str, list[tuple[Any, ...]]] = {}
-    open_: dict[str, list[Span]] = {row: [] for row in rows}
+    open_: dict[str, list[Bar]] = {row: [] for row in rows}
     for span in sorted(sorted(spans, key=lambda each: each.begin - each.end)[:SPANS], key=lambda each: each.begin):
         around = open_[span.row] = [each for each in open_[span.row] if each.end > span.begin]
         middle, half = -float(rows.index(span.row)), 0.42 * 0.75 ** len(around)

@@ -14,7 +14,7 @@ from typing import Any
 
 from zero.log import counted
 from zero.tools.report.pays import pays
-from zero.tools.report.written_run import Event, Run, read
+from zero.tools.report.written_run import Event, WrittenRun, read
 
 MIB = 2**20
 _SAMPLED = 16  # steps in the table beside a chart
@@ -56,7 +56,7 @@ def write(folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = N
     return part.replace(path)
 
 
-def render(run: Run) -> str:
+def render(run: WrittenRun) -> str:
     """The page as text."""
     from jinja2 import Environment, PackageLoader
 
@@ -81,7 +81,7 @@ def command(folder: str, out: str | None) -> int:
     return 2
 
 
-def _overview(run: Run) -> list[Section]:
+def _overview(run: WrittenRun) -> list[Section]:
     first, facts = run.ranks[0], run.facts
     steps, words = first.steps(), []
     rows: list[tuple[str, Any]] = [("State", _state(run)), ("Ranks", facts.get("world", len(run.ranks)))]
@@ -106,7 +106,7 @@ def _overview(run: Run) -> list[Section]:
     return [Section("Overview", words, tables=[Table("The run in short", ("What", "Value"), rows)])]
 
 
-def _state(run: Run) -> str:
+def _state(run: WrittenRun) -> str:
     ends = {rank.number: rank.last("end", "start", "step") for rank in run.ranks}
     failed = [f"failed on rank {rank}: {end['error']}" for rank, end in ends.items() if end.get("status") == "failed"]
     going = [str(rank) for rank, end in ends.items() if "status" not in end]
@@ -125,7 +125,7 @@ def _number(value: float | None) -> str:
     return "" if value is None or value != value else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}"
 
 
-def _curves(run: Run) -> list[Section]:
+def _curves(run: WrittenRun) -> list[Section]:
     """Charts over the steps, all of rank 0, whose counts are over all ranks."""
     steps = run.ranks[0].steps()
     if not steps:
@@ -159,7 +159,9 @@ def _named(steps: Sequence[Event], field: str, scale: float) -> dict[str, Callab
     return {name: lambda step, name=name: step[field][name] * scale for name in names}
 
 
-def _drawn(run: Run, steps: Sequence[Event], charts: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Section]:
+def _drawn(
+    run: WrittenRun, steps: Sequence[Event], charts: Sequence[tuple[str, str, Mapping[str, Any]]]
+) -> list[Section]:
     from zero.tools.report.charts import POINTS, line_chart
 
     found = [(title, what, _lines(steps, series)) for title, what, series in charts]
@@ -190,13 +192,13 @@ def _lines(steps: Sequence[Event], series: Mapping[str, Callable[[Event], Any]])
     """Those of which a number is known; each has the steps that say something of it."""
     import numpy as np
 
-    from zero.tools.report.charts import Line
+    from zero.tools.report.charts import Curve
 
     lines = []
     for name, get in series.items():
         said = [(step["step"], value) for step in steps if (value := _value(get, step)) is not None]
         x, y = np.array(said).reshape(-1, 2).T
-        lines += [Line(name, x, y)] if np.isfinite(y).any() else []
+        lines += [Curve(name, x, y)] if np.isfinite(y).any() else []
     return lines
 
 
@@ -216,7 +218,7 @@ def _said(line: Any) -> str:
     return f"{line.name}: {first} at first, {last} at last, between {low} and {high}, median {middle}."
 
 
-def _memory(run: Run) -> Table:
+def _memory(run: WrittenRun) -> Table:
     """The most of each kind, on each rank, beside the plan."""
     plan = {kind: size / MIB for kind, size in (run.facts.get("plan") or {}).items()}
     most: dict[str, dict[int, float]] = {kind: {} for kind in plan}
@@ -234,8 +236,8 @@ def _memory(run: Run) -> Table:
     return Table("Memory against the plan, MiB: the most of each kind at the end of a step", head, rows)
 
 
-def _timeline(run: Run) -> list[Section]:
-    from zero.tools.report.charts import SPANS, Span, timeline
+def _timeline(run: WrittenRun) -> list[Section]:
+    from zero.tools.report.charts import SPANS, Bar, timeline
 
     events = {rank.number: rank.last("timeline") for rank in run.ranks}
     events = {number: event for number, event in events.items() if event.get("spans")}
@@ -243,7 +245,7 @@ def _timeline(run: Run) -> list[Section]:
         return [Section("Timeline of a step", ["The folder has none: no step was profiled."])]
     shown = dict(list(events.items())[:_RANKS])
     spans = [
-        Span(f"rank {number}: {stream}", name, 1e3 * begin, 1e3 * end)
+        Bar(f"rank {number}: {stream}", name, 1e3 * begin, 1e3 * end)
         for number, event in shown.items()
         for stream, name, begin, end in sorted(event["spans"], key=lambda span: (span[0] != "MainThread", span[0]))
     ]
@@ -261,7 +263,7 @@ def _timeline(run: Run) -> list[Section]:
     return [Section("Timeline of a step", words, timeline(spans), [table])]
 
 
-def _units(run: Run) -> list[Section]:
+def _units(run: WrittenRun) -> list[Section]:
     event = run.ranks[0].last("unit_norms")
     norms, rows = event.get("units") or {}, []
     for unit in run.facts.get("units") or ():
@@ -276,7 +278,7 @@ def _units(run: Run) -> list[Section]:
     return [Section("Units", words, tables=tables)] if rows else []
 
 
-def _facts(run: Run) -> list[Section]:
+def _facts(run: WrittenRun) -> list[Section]:
     warned = sorted((event["time"], rank.number, event["text"]) for rank in run.ranks for event in rank.of("warning"))
     rows = [(_clock(time), number, text) for time, number, text in warned]
     tables = [Table("What the log warned of", ("time", "rank", "text"), rows)] if rows else []
@@ -289,4 +291,4 @@ def _facts(run: Run) -> list[Section]:
     return [*sections, Section("Does parallel pay?", pays(run))]
 
 
-_SECTIONS: Sequence[Callable[[Run], list[Section]]] = (_overview, _curves, _timeline, _units, _facts)
+_SECTIONS: Sequence[Callable[[WrittenRun], list[Section]]] = (_overview, _curves, _timeline, _units, _facts)

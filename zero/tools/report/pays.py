@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zero.log import counted
-from zero.tools.report.written_run import Run
+from zero.tools.report.written_run import WrittenRun
 
 UNKNOWN = "From this alone it cannot be said whether parallel pays"
 _OURS = ("update", "read")  # waits of these are for the rank's own work
 
 
-def pays(run: Run) -> list[str]:
+def pays(run: WrittenRun) -> list[str]:
     """Sentences: the share of exposed communication, the speedup that it leaves, and a verdict."""
     world = run.facts.get("world", len(run.ranks))
     if world == 1:

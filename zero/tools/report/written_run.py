@@ -18,7 +18,7 @@ class NoRunFolder(ValueError):
 
 
 @dataclass(frozen=True)
-class Rank:
+class WrittenRank:
     """The events of one rank as written, and how many lines could not be read, such as one that SIGKILL cut short."""
 
     number: int
@@ -40,15 +40,15 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Run:
+class WrittenRun:
     """facts: what run.json says, empty where it cannot be read. ranks: in order of their number."""
 
     folder: Path
     facts: Mapping[str, Any]
-    ranks: tuple[Rank, ...]
+    ranks: tuple[WrittenRank, ...]
 
 
-def read(folder: str | os.PathLike[str], newest: int | None = None) -> Run:
+def read(folder: str | os.PathLike[str], newest: int | None = None) -> WrittenRun:
     """Read a run folder, at any time; `newest`: of each rank the last so many bytes only.
 
     Raises NoRunFolder, and OSError for files that may not be read.
@@ -66,10 +66,12 @@ def read(folder: str | os.PathLike[str], newest: int | None = None) -> Run:
     except (FileNotFoundError, json.JSONDecodeError):
         facts = {}
     world = facts.get("world", max(files) + 1)  # of the newest run in the folder; others may have had more ranks
-    return Run(path, facts, tuple(_rank(number, files[number], newest) for number in sorted(files) if number < world))
+    return WrittenRun(
+        path, facts, tuple(_rank(number, files[number], newest) for number in sorted(files) if number < world)
+    )
 
 
-def _rank(number: int, path: Path, newest: int | None) -> Rank:
+def _rank(number: int, path: Path, newest: int | None) -> WrittenRank:
     with path.open("rb") as file:
         if newest is not None and path.stat().st_size > newest:
             file.seek(-newest, os.SEEK_END)
@@ -77,7 +79,7 @@ def _rank(number: int, path: Path, newest: int | None) -> Rank:
         lines = file.read().split(b"\n")
     events = [event for line in lines if line.strip() for event in [_event(line)]]
     whole = tuple(event for event in events if event)
-    return Rank(number, whole, len(events) - len(whole))
+    return WrittenRank(number, whole, len(events) - len(whole))
 
 
 def _event(line: bytes) -> Event:

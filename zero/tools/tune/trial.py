@@ -25,13 +25,14 @@ from zero.core.world import local_device
 from zero.engine.reality import meta_copy
 from zero.launch.contract import ASSIGNED
 from zero.memory.available import available_nbytes, give_back
-from zero.sizes.choice import Choice, own_choice
+from zero.sizes.choice import StageChoice, own_choice
 from zero.sizes.cost import POLICIES
+from zero.sizes.estimate import PlanRow
 from zero.sizes.rates import Rates
 from zero.sizes.trace import trace
-from zero.tools.assigned_run import AssignedRun, unseen
+from zero.tools.assigned_run import AssignedRun, unseen, wrap
 from zero.tools.plan.rank_rates import measure
-from zero.tools.plan.search import USABLE, Row, Setup, candidates, choices_of
+from zero.tools.plan.search import USABLE, Setup, candidates, choices_of
 
 OUT_OF_MEMORY = "out of memory"
 _LOOK = 0.01  # seconds between two looks at memory
@@ -69,6 +70,7 @@ class TriedRun(AssignedRun):
         self._raw: Mapping[str, Any] = {}
         self._before = self._peak = 0  # bytes of this process without its model at `initialize`; the most beyond them
         self._samples = 0
+        self._steps = 0  # of the engine, before the call of its step
         self._model: nn.Module | None = None
         self._rates: Rates | None = None
 
@@ -111,7 +113,8 @@ class TriedRun(AssignedRun):
     def watch(self, engine: Any) -> None:
         """Measure the steps of this engine, if it is the first that trains."""
         if self._engine is None and engine.optimizer is not None:
-            self._engine, self._step, engine.step = engine, engine.step, self._take_step
+            self._engine = engine
+            wrap(engine, "step", self._before_step, self._after_step)
             self._seen = engine.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -122,10 +125,12 @@ class TriedRun(AssignedRun):
         if self._trial.space is not None and self._engine.global_rank == 0:
             self._write("plan", self._plan(args, kwargs))
 
-    def _take_step(self, *args: Any, **kwargs: Any) -> Any:
-        before, device = self._engine.global_steps, self._engine.device
-        result = self._step(*args, **kwargs)
-        if self._engine.global_steps > before:
+    def _before_step(self, *args: Any, **kwargs: Any) -> None:
+        self._steps = self._engine.global_steps
+
+    def _after_step(self) -> None:
+        device = self._engine.device
+        if self._engine.global_steps > self._steps:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self._ends.append(time.perf_counter())
@@ -135,7 +140,6 @@ class TriedRun(AssignedRun):
                 found |= {"memory": self._memory(device), "samples": self._samples}
                 self._write(f"rank-{self._engine.global_rank}", found)
                 self.end("zero tune")
-        return result
 
     def _memory(self, device: torch.device) -> int:
         """The most bytes that this rank has taken: of the device, or of main memory beyond what it began with."""
@@ -171,7 +175,7 @@ class TriedRun(AssignedRun):
         return {"config": self._raw, "own": name, "rows": rows}
 
 
-def _within(choice: Choice, own: Choice, space: Sequence[str]) -> bool:
+def _within(choice: StageChoice, own: StageChoice, space: Sequence[str]) -> bool:
     """Whether it differs from the configuration's only in what may differ."""
     same = {
         "stage": choice.stage == own.stage,
@@ -181,12 +185,12 @@ def _within(choice: Choice, own: Choice, space: Sequence[str]) -> bool:
     return all(equal or axis in space for axis, equal in same.items())
 
 
-def _name(choice: Choice, policy: str, micro_batch: int, accumulation: int) -> str:
+def _name(choice: StageChoice, policy: str, micro_batch: int, accumulation: int) -> str:
     recomputed = "" if policy == "none" else f", recomputing {policy}"
     return f"stage {choice}{recomputed}, {micro_batch} x {accumulation}"
 
 
-def _plain(row: Row, mirrored: bool) -> dict[str, Any]:
+def _plain(row: PlanRow, mirrored: bool) -> dict[str, Any]:
     """What JSON can hold of a row."""
     return {
         "name": _name(row.choice, row.policy, row.micro_batch, row.accumulation),
