@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from models import WIDE, batch, make_net
+from models import WIDE, batch, config, make_net
 from offload_cases import as_on_a_gpu
 from torch import nn
 
@@ -61,31 +61,24 @@ class Case(NamedTuple):
 def settings(case: Case, folder: Path) -> dict[str, Any]:
     """Its JSON; files rest in `folder`."""
     kind, master, moments = case.format
-    section: dict[str, Any] = {"stage": case.stage}
     cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(folder)}
-    place = case.place.removesuffix(" gpu")
-    if place in ("cpu", "both"):
-        section["offload_optimizer"] = cpu
-    if place == "half":
-        section["offload_optimizer"] = {**cpu, "ratio": 0.5}
-    if place in ("nvme", "files"):
-        section["offload_optimizer"] = nvme
-    if place == "both":
-        section["offload_param"] = cpu
-    if place == "files":
-        section["offload_param"] = {**nvme, "max_in_cpu": 0}
+    section = {
+        "": {},
+        "cpu": {"offload_optimizer": cpu},
+        "half": {"offload_optimizer": {**cpu, "ratio": 0.5}},
+        "both": {"offload_optimizer": cpu, "offload_param": cpu},
+        "nvme": {"offload_optimizer": nvme},
+        "files": {"offload_optimizer": nvme, "offload_param": {**nvme, "max_in_cpu": 0}},
+    }[case.place.removesuffix("gpu").strip()]
     tree = case.world != 3
-    states = {"moments": moments, **({"master": master} if master else {})}
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": LEAVES // case.world if tree else 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "zero": states}},
-        "gradient_clipping": 0,
-        "zero_optimization": section,
-        "steps_per_print": float("inf"),
-        **({"zero": {"reduce": "tree"}} if tree else {}),
-        **({kind: {"enabled": True, **({"loss_scale": 64} if kind == "fp16" else {})}} if kind != "fp32" else {}),
-    }
+    found = config(case.stage, case.world, accumulation=LEAVES // case.world if tree else 1)
+    found["zero_optimization"] |= section
+    found["optimizer"]["params"]["zero"] = {"moments": moments, **({"master": master} if master else {})}
+    if tree:
+        found["zero"] = {"reduce": "tree"}
+    if kind != "fp32":
+        found[kind] = {"enabled": True, **({"loss_scale": 64} if kind == "fp16" else {})}
+    return found
 
 
 @contextlib.contextmanager

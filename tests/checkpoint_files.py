@@ -1,4 +1,4 @@
-"""What lies in a checkpoint folder, read with the safetensors library and put together with nothing but the index."""
+"""Checkpoints as they lie in a folder: read with safetensors and the index alone, or made without an engine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from models import step as net_step
 from safetensors.torch import load_file
 
 import zero
+from zero.checkpoint import folder
+from zero.checkpoint.index import assemble, file_name
+from zero.checkpoint.safe_file import DTYPES, NAMES, TensorChunk, write
+from zero.checkpoint.writer import FILES, line_of
 
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "int16": torch.int16,
-    "uint8": torch.uint8,
-    "int64": torch.int64,
-}
+SAVE = "00ff00ff"
 
 
 def index_of(place: Path) -> dict[str, Any]:
@@ -76,3 +74,28 @@ def engine_of(stage: int, world: int, model: torch.nn.Module | None = None, **mo
 def step(engine: Any, number: int) -> float:
     """One step of a Net on this rank's part of the batch."""
     return net_step(engine, number).item()
+
+
+def checkpoint(
+    root: Path, chunks: list[list[TensorChunk]], tied: dict[str, str] | None = None, tag: str = "global_step3"
+) -> Path:
+    """`root`/`tag` and `root`/latest, as ranks that have these chunks write them; returns the folder of the tag."""
+    target = root / tag
+    target.mkdir(parents=True)
+    lines, files, known = [], {}, {}
+    for rank, own in enumerate(chunks):
+        by_file: dict[str, list[TensorChunk]] = {}
+        for chunk in own:
+            by_file.setdefault(FILES.get(chunk.kind, "moments"), []).append(chunk)
+            if chunk.kind == "weight":
+                dtype = NAMES[chunk.values.dtype]
+                known[chunk.name] = {"group": 0, "numbers": {}, "dtype": dtype, "shape": chunk.shape}
+        for kind, inside in by_file.items():
+            path = target / file_name(kind, rank, len(chunks), SAVE)
+            lines += [line_of(*done) for done in write(path, inside)]
+            files[path.name] = path.stat().st_size
+    values = {"save": SAVE, "tag": tag, "files": files, "tied": tied or {}, "shared": {"global_steps": 3}}
+    index = assemble(lines, known, {**values, "ranks": tuple({} for _ in chunks)})
+    folder.publish(target / folder.INDEX, index.to_json())
+    folder.publish(root / folder.LATEST, tag + "\n")
+    return target

@@ -3,7 +3,7 @@
 Exact values and moments come back bit by bit (moments in fewer bits: their rounding), and so do the losses of the steps
 that follow, wherever the order of sums is the same: with the same ranks, and under zero.reduce "tree" with others.
 
-Each configuration loads the checkpoint of one other, and among the long tests those of all others.
+Each configuration loads the checkpoint of one other, and among the long tests, with other formats, those of two more.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from models import WIDE, make_net
 FIRST, MORE = 3, 5  # steps before the first save, and after each
 
 
-def cases(shift: int = 0) -> list[Case]:
+def cases(seed: int) -> list[Case]:
     """All numbers of ranks, stages and placements, in an order in which neighbours differ, each with some format."""
     found = [Case(world, stage, place) for world in (1, 2, 3, 4) for stage, place in PLACES]
-    random.Random(4).shuffle(found)
-    return [case._replace(format=FORMATS[(index // 3 + shift) % len(FORMATS)]) for index, case in enumerate(found)]
+    random.Random(seed).shuffle(found)
+    return [case._replace(format=FORMATS[(index // 3 + seed) % len(FORMATS)]) for index, case in enumerate(found)]
 
 
 def same_sums(one: Case, other: Case) -> bool:
@@ -75,11 +75,6 @@ def link(case: Case, folder: Path, before: Case, its: Path) -> list[str]:
     return lines
 
 
-def all_links(case: Case, folder: Path, others: list[tuple[Case, Path]]) -> dict[str, list[str]]:
-    with engine_of(case, folder, make_net(seed=8, width=WIDE, blocks=1)) as engine:
-        return {f"{case} from {before}": look(engine, case, its, before) for before, its in others}
-
-
 def folders(tmp_path: Path, count: int) -> list[Path]:
     found = [tmp_path / str(index) for index in range(count)]
     for folder in found:
@@ -87,9 +82,13 @@ def folders(tmp_path: Path, count: int) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("part", [0, *longer(*range(1, 8))])
-def test_every_configuration_loads_what_another_saved(pool: Any, tmp_path: Path, part: int) -> None:
-    chosen = cases()[part::8]
+SEEDS = (4, 5, 6)
+LONG = [(part, seed) for seed in SEEDS for part in range(8) if (part, seed) != (0, 4)]
+
+
+@pytest.mark.parametrize(("part", "seed"), [(0, 4), *longer(*LONG)])
+def test_every_configuration_loads_what_another_saved(pool: Any, tmp_path: Path, part: int, seed: int) -> None:
+    chosen = cases(seed)[part::8]
     places = folders(tmp_path, len(chosen) + 1)
     pool.run(chosen[-1].world, save_first, chosen[-1], places[-1])
     before, its = chosen[-1], places[-1]
@@ -97,20 +96,3 @@ def test_every_configuration_loads_what_another_saved(pool: Any, tmp_path: Path,
         for lines in pool.run(case.world, link, case, folder, before, its):
             assert not lines, f"{case} from {before}: {lines}"
         before, its = case, folder
-
-
-@pytest.mark.long
-def test_all_pairs(pool: Any, tmp_path: Path) -> None:
-    sources, targets = cases(), cases(shift=1)
-    places = folders(tmp_path, len(sources) + 1)
-    for case, folder in zip(sources, places, strict=False):
-        pool.run(case.world, save_first, case, folder)
-    others, done, equal = list(zip(sources, places, strict=False)), 0, 0
-    for case in targets:
-        for start in range(0, len(others), 6):  # a call of the pool has a time limit
-            some = others[start : start + 6]
-            for found in pool.run(case.world, all_links, case, places[-1], some):
-                assert not any(found.values()), {pair: lines for pair, lines in found.items() if lines}
-            done, equal = done + len(some), equal + sum(same_sums(case, before) for before, _ in some)
-    print(f"{done} pairs, {equal} of them with losses")
-    assert done == len(sources) * len(targets)

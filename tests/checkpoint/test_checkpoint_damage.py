@@ -7,6 +7,7 @@ refuses everything until it has loaded a whole checkpoint.
 from __future__ import annotations
 
 import json
+import operator
 import re
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_cases import FORMATS, Case, engine_of, settings, states, step
+from checkpoint_files import same
 from marks import longer
 from models import make_net
 from torch import nn
@@ -57,25 +59,15 @@ def other_step(place: Path) -> None:
     path.write_text(text.replace('"global_steps":2', '"global_steps":3'))
 
 
-def other_model(place: Path) -> None:
-    def rename(values: dict[str, Any]) -> None:
-        values["parameters"] = {f"model.{name}": each for name, each in values["parameters"].items()}
-
-    edit(place, rename)
+def other_model(values: dict[str, Any]) -> None:
+    values["parameters"] = {f"model.{name}": each for name, each in values["parameters"].items()}
 
 
-def overlap(place: Path) -> None:
-    def move(values: dict[str, Any]) -> None:
-        values["parameters"]["head.weight"]["weight"]["parts"][0][1] -= 1
-
-    edit(place, move)
-
-
-def outside(place: Path) -> None:
-    def move(values: dict[str, Any]) -> None:
-        values["parameters"]["head.weight"]["weight"]["parts"][0][2] = "../../secret"
-
-    edit(place, move)
+def other_part(field: int, value: Any) -> Callable[[Path], None]:
+    """A field of the first part of a weight is another."""
+    return lambda place: edit(
+        place, lambda values: operator.setitem(values["parameters"]["head.weight"]["weight"]["parts"][0], field, value)
+    )
 
 
 def other_header(place: Path, readable: bool) -> None:
@@ -84,6 +76,10 @@ def other_header(place: Path, readable: bool) -> None:
     data = path.read_bytes()
     header = data.replace(b'"I16"', b'"F16"') if readable else data[:8] + b"\0" * (len(data) - 8)
     path.write_bytes(header[:4096] + data[4096:])
+
+
+def write(name: str, data: bytes) -> Callable[[Path], Any]:
+    return lambda place: (place / name).write_bytes(data)
 
 
 # What is done to the checkpoint, and what the error says.
@@ -97,18 +93,15 @@ BEFORE_READING: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"weights-00000-of-00001\.\w+\.safetensors is missing",
     ),
     "the index is cut": (lambda place: cut(place / "index.json"), "index.json is not JSON"),
-    "the index is empty": (lambda place: cut(place / "index.json", 0), "index.json is not JSON"),
+    "the index is empty": (write("index.json", b""), "index.json is not JSON"),
     "the index is gone": (
         lambda place: (place / "index.json").unlink(),
         "holds no whole checkpoint: index.json, which is written last",
     ),
     "a number of the index is another": (other_step, r"index.json is not what was saved \(its checksum is another\)"),
-    "the index is other JSON": (
-        lambda place: (place / "index.json").write_text("[]"),
-        "is not the index of a checkpoint of zero",
-    ),
+    "the index is other JSON": (write("index.json", b"[]"), "is not the index of a checkpoint of zero"),
     "the index is of another model": (
-        other_model,
+        lambda place: edit(place, other_model),
         "not in the checkpoint: 'embed.weight'.*not in the model: 'model.embed.weight'",
     ),
     "the format is of the future": (
@@ -119,24 +112,21 @@ BEFORE_READING: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda place: edit(place, lambda values: values.pop("tied")),
         "index.json is damaged: it has no tied",
     ),
-    "elements are missing": (overlap, r"weight of 'head.weight': elements \d+ to \d+ of \d+ are missing"),
-    "a file lies elsewhere": (outside, "index.json is damaged: parameters.*parts.0.2.*got '../../secret'"),
+    "elements are missing": (other_part(1, 5), r"weight of 'head.weight': elements \d+ to \d+ of \d+ are missing"),
+    "a file lies elsewhere": (
+        other_part(2, "../../secret"),
+        "index.json is damaged: parameters.*parts.0.2.*got '../../secret'",
+    ),
     "a file has no header": (lambda place: other_header(place, False), "is no safetensors file: JSONDecodeError"),
     "a file has the header of another": (
         lambda place: other_header(place, True),
         r"header of masters\S* has fp16 \[\d+.* from byte 4096 on as 'master/",
     ),
     "the folder is gone": (shutil.rmtree, "there is no folder"),
-    "latest is empty": (lambda place: (place.parent / "latest").write_text(""), "it names ''"),
-    "latest is rubbish": (
-        lambda place: (place.parent / "latest").write_bytes(b"\xff\x00\x01x"),
-        "which is no name of a checkpoint",
-    ),
-    "latest leads elsewhere": (
-        lambda place: (place.parent / "latest").write_text("../a"),
-        r"it names '\.\./a', which is no name",
-    ),
-    "latest names nothing": (lambda place: (place.parent / "latest").write_text("c\n"), "there is no folder"),
+    "latest is empty": (write("../latest", b""), "it names ''"),
+    "latest is rubbish": (write("../latest", b"\xff\x00\x01x"), "which is no name of a checkpoint"),
+    "latest leads elsewhere": (write("../latest", b"../a"), r"it names '\.\./a', which is no name"),
+    "latest names nothing": (write("../latest", b"c\n"), "there is no folder"),
 }
 
 
@@ -152,9 +142,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made() -> Any:
-    return zero.initialize(model=make_net(width=48, blocks=1), config=settings(Case(1, 3, format=FORMATS[1]), Path()))[
-        0
-    ]
+    json = settings(Case(1, 3, format=FORMATS[1]), Path())
+    return zero.initialize(model=make_net(width=48, blocks=1), config=json)[0]
 
 
 def train(engine: Any) -> None:
@@ -168,8 +157,14 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.module_state_dict().items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
+def check_goes_on(engine: Any, folder: Path, whole: Path) -> None:
+    """The checkpoint before loads, and training goes on as from a whole one."""
+    assert engine.load_checkpoint(folder, tag="a")[0] == str(folder / "a")
+    train(engine)
+    other = made()
+    other.load_checkpoint(whole, tag="a")
+    train(other)
+    assert same(weights(engine), weights(other))
 
 
 @pytest.mark.parametrize("what", BEFORE_READING)
@@ -188,12 +183,7 @@ def test_what_is_seen_before_reading(tmp_path: Path, whole: Path, what: str) -> 
         assert "Whole checkpoints there: 'a'" in str(caught.value)
     assert same(weights(engine), before)
     train(engine)
-    assert engine.load_checkpoint(folder, tag="a")[0] == str(folder / "a")
-    train(engine)
-    first = made()
-    first.load_checkpoint(whole, tag="a")
-    train(first)
-    assert same(weights(engine), weights(first))
+    check_goes_on(engine, folder, whole)
 
 
 @pytest.mark.parametrize("kind", ["weights", "masters", "moments"])
@@ -219,12 +209,7 @@ def test_a_flipped_bit_tears_the_engine_until_it_loads_again(tmp_path: Path, who
         engine.load_checkpoint(folder, tag="c")  # still half loaded
     with pytest.raises(RuntimeError, match="half loaded"):
         engine.step()
-    engine.load_checkpoint(folder, tag="a")
-    train(engine)
-    first = made()
-    first.load_checkpoint(whole, tag="a")
-    train(first)
-    assert same(weights(engine), weights(first))
+    check_goes_on(engine, folder, whole)
     module = engine.module
     with pytest.raises(ValueError, match="not what was saved"):
         engine.load_checkpoint(folder)

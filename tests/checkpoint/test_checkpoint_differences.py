@@ -6,7 +6,6 @@ parameters do what they say.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_small import Small, assert_equal, engine_of, held, refused, saved, train
+from checkpoint_small import BF16, Small, assert_equal, engine_of, held, loaded, refused, saved, train
+from ranks import listening
 from torch import nn
 
 import zero
 from zero.checkpoint.index import Damaged
-
-
-@pytest.fixture
-def lines() -> Any:
-    """What zero logs."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(f"{record.levelname} {record.getMessage()}")
-    logger = logging.getLogger("zero")
-    logger.addHandler(handler)
-    yield found
-    logger.removeHandler(handler)
 
 
 def test_all_differences_are_told_at_once(tmp_path: Path) -> None:
@@ -73,7 +61,7 @@ def test_dtypes_that_cannot_be_converted(tmp_path: Path) -> None:
         assert engine.module.codes.tolist() == list(range(7))
 
 
-def test_not_strict_keeps_what_is_new_and_names_both(tmp_path: Path, lines: list[str]) -> None:
+def test_not_strict_keeps_what_is_new_and_names_both(tmp_path: Path) -> None:
     model = Small()
     model.gone = nn.Linear(2, 2)
     model.register_buffer("old", torch.ones(1))
@@ -81,20 +69,14 @@ def test_not_strict_keeps_what_is_new_and_names_both(tmp_path: Path, lines: list
     engine = engine_of(Small(more=True))
     train(engine, 3, first=20)
     before = held(engine)
-    engine.load_checkpoint(tmp_path, load_module_strict=False)
-    after = held(engine)
+    with listening() as said:
+        after = held(loaded(tmp_path, engine, load_module_strict=False))
     new = [name for name in after if "added" in name or "counted" in name]
     assert len(new) == 11
-    for name, value in after.items():
-        wanted = (
-            before[name] if name in new and not name.startswith("step") else source.get(name, source["step gone.bias"])
-        )
-        assert torch.equal(value, wanted), name
-    kept = [line for line in lines if "'added.weight', 'added.bias', 'counted'" in line]
-    gone = [line for line in lines if "'gone.weight', 'gone.bias', 'old'" in line]
-    assert len(kept) == len(gone) == 1
-    assert kept[0].startswith("WARNING")
-    assert gone[0].startswith("WARNING")
+    wanted = {name: source.get(name, source["step gone.bias"]) for name in after}
+    assert_equal(after, wanted | {name: before[name] for name in new if not name.startswith("step")})
+    assert sum("'added.weight', 'added.bias', 'counted'" in line for line in said) == 1
+    assert sum("'gone.weight', 'gone.bias', 'old'" in line for line in said) == 1
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Lion", "RMSprop"])
@@ -175,16 +157,13 @@ def test_parameters_in_other_groups(tmp_path: Path) -> None:
 
 def test_tied_into_untied_and_back(tmp_path: Path) -> None:
     source = held(saved(tmp_path / "tied", engine_of(Small(tied=True))))
-    engine = engine_of(Small())
-    engine.load_checkpoint(tmp_path / "tied")
+    engine = loaded(tmp_path / "tied", engine_of(Small()))
     found = held(engine)
     for key in ("", "exact ", "exp_avg ", "exp_avg_sq ", "step "):
         assert torch.equal(found[f"{key}first.weight"], source[f"{key}first.weight"])
         assert torch.equal(found[f"{key}third.weight"], source[f"{key}first.weight"])
     engine.save_checkpoint(tmp_path / "equal")
-    again = engine_of(Small(tied=True))
-    again.load_checkpoint(tmp_path / "equal")
-    assert_equal(held(again), source)
+    assert_equal(held(loaded(tmp_path / "equal", engine_of(Small(tied=True)))), source)
 
     train(engine, 1)
     engine.save_checkpoint(tmp_path / "unequal")
@@ -211,12 +190,10 @@ def test_other_names_of_a_tied_parameter(tmp_path: Path) -> None:
     assert torch.equal(held(engine)["exp_avg third.weight"], source["exp_avg first.weight"])
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_frozen_and_trained(tmp_path: Path, lines: list[str], kind: str) -> None:
-    more = {"bf16": {"enabled": True}} if kind == "bf16" else {}
+@pytest.mark.parametrize("more", [{}, BF16])
+def test_frozen_and_trained(tmp_path: Path, more: dict[str, Any]) -> None:
     trained = held(saved(tmp_path / "trained", engine_of(Small(), **more)))
-    engine = engine_of(Small(frozen="third"), **more)
-    engine.load_checkpoint(tmp_path / "trained")
+    engine = loaded(tmp_path / "trained", engine_of(Small(frozen="third"), **more))
     found = held(engine)
     assert_equal(found, {name: trained[name] for name in found})
 
@@ -225,77 +202,61 @@ def test_frozen_and_trained(tmp_path: Path, lines: list[str], kind: str) -> None
     engine.save_checkpoint(tmp_path / "frozen")
     engine = engine_of(Small(), **more)
     train(engine, 2)
-    engine.load_checkpoint(tmp_path / "frozen")
-    found = held(engine)
-    for name in ("third.weight", "third.bias"):
-        assert torch.equal(found[name], frozen[name])
-        assert torch.equal(found[f"exact {name}"], frozen[name].float())
-        assert not found[f"exp_avg {name}"].any()
-        assert not found[f"exp_avg_sq {name}"].any()
+    with listening() as said:
+        found = held(loaded(tmp_path / "frozen", engine))
     assert_equal({name: found[name] for name in frozen}, frozen)
-    assert any("begins anew: 'third.weight', 'third.bias'" in line for line in lines)
+    for name in ("third.weight", "third.bias"):
+        assert torch.equal(found[f"exact {name}"], frozen[name].float())
+        assert not found[f"exp_avg {name}"].any() and not found[f"exp_avg_sq {name}"].any()
+    assert any("begins anew: 'third.weight', 'third.bias'" in line for line in said)
 
 
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "global_step2" / "index.json"
-    values = {**json.loads(path.read_text()), **changes}
-    del values["crc32"]
-    path.write_text(json.dumps(values))
-
-
-def test_frozen_parameters_that_were_left_out(tmp_path: Path, lines: list[str]) -> None:
-    saved(tmp_path, engine_of(Small(frozen="third")))
-    parameters = json.loads((tmp_path / "global_step2" / "index.json").read_text())["parameters"]
-    out = [name for name in parameters if name.startswith("third")]
-    edit(tmp_path, parameters={name: each for name, each in parameters.items() if name not in out}, excluded=out)
+def test_frozen_parameters_that_were_left_out(tmp_path: Path) -> None:
+    engine_of(Small(frozen="third")).save_checkpoint(tmp_path, exclude_frozen_parameters=True)
     refused(engine_of(Small()), tmp_path, "not in the checkpoint: 'third.weight', 'third.bias'")
     engine = engine_of(Small(frozen="third"))
-    before = held(engine)
-    engine.load_checkpoint(tmp_path)
-    assert torch.equal(held(engine)["third.weight"], before["third.weight"])
-    assert len([line for line in lines if line.startswith("INFO") and "third.weight" in line]) == 1
+    before = held(engine)["third.weight"]
+    with listening(logging.INFO) as said:
+        loaded(tmp_path, engine)
+    assert torch.equal(held(engine)["third.weight"], before)
+    assert sum("frozen and not saved, so as before: ['third.weight', 'third.bias']" in line for line in said) == 1
 
 
 def test_states_that_were_deleted_to_save_room(tmp_path: Path) -> None:
-    source = held(saved(tmp_path, engine_of(Small())))
-    parameters = json.loads((tmp_path / "global_step2" / "index.json").read_text())["parameters"]
-    for each in parameters.values():
-        each.pop("moments", None)
-    edit(tmp_path, parameters=parameters, stripped=True)
-    engine = engine_of(Small())
-    refused(engine, tmp_path, "zero.checkpoint.keep_optimizer", "load_optimizer_states=False loads the weights")
-    engine.load_checkpoint(tmp_path, load_optimizer_states=False)
-    assert torch.equal(held(engine)["exact first.weight"], source["exact first.weight"])
-    assert not held(engine)["exp_avg first.weight"].any()
+    first = saved(tmp_path, engine_of(Small(), zero={"checkpoint": {"keep_optimizer": 1}}))
+    source = held(first)
+    saved(tmp_path, first, 1)
+    engine, tag = engine_of(Small()), "global_step2"
+    refused(
+        engine, tmp_path, "zero.checkpoint.keep_optimizer", "load_optimizer_states=False loads the weights", tag=tag
+    )
+    found = held(loaded(tmp_path, engine, tag=tag, load_optimizer_states=False))
+    assert torch.equal(found["exact first.weight"], source["exact first.weight"])
+    assert not found["exp_avg first.weight"].any()
 
 
 @pytest.mark.parametrize("place", ["none", "cpu"])
 def test_weights_alone(tmp_path: Path, place: str) -> None:
-    section = {"zero_optimization": {"offload_optimizer": {"device": place}}}
-    source = held(saved(tmp_path, engine_of(Small(), bf16={"enabled": True}, **section)))
-    fresh = held(engine_of(Small(), bf16={"enabled": True}, **section))
-    engine = engine_of(Small(), bf16={"enabled": True}, **section)
+    more = BF16 | {"zero_optimization": {"offload_optimizer": {"device": place}}}
+    source = held(saved(tmp_path, engine_of(Small(), **more)))
+    fresh = held(engine_of(Small(), **more))
+    engine = engine_of(Small(), **more)
     train(engine, 3, first=5)
-    before = held(engine)
-    engine.load_checkpoint(tmp_path, load_module_only=True)
-    states = ("exp_avg", "exp_avg_sq", "step")
-    wanted = {name: before[name] if name.startswith(states) else value for name, value in source.items()}
-    assert_equal(held(engine), wanted)
-    assert engine.global_steps == 3
-
-    engine.load_checkpoint(tmp_path, load_optimizer_states=False)
-    wanted = {name: fresh[name] if name.startswith(states) else value for name, value in source.items()}
-    assert_equal(held(engine), wanted)
-    assert engine.global_steps == 2
+    for options, states, steps in (
+        ({"load_module_only": True}, held(engine), 3),
+        ({"load_optimizer_states": False}, fresh, 2),
+    ):
+        loaded(tmp_path, engine, **options)
+        mine = {name: value for name, value in states.items() if name.startswith(("exp_avg", "exp_avg_sq", "step"))}
+        assert_equal(held(engine), source | mine)
+        assert engine.global_steps == steps
 
 
 def test_masters_from_the_16_bit_weights(tmp_path: Path) -> None:
-    source = held(saved(tmp_path, engine_of(Small(), bf16={"enabled": True})))
-    section = {"load_from_fp32_weights": False}
-    for kind in ({"bf16": {"enabled": True}}, {}):
-        engine = engine_of(Small(), zero_optimization=section, **kind)
-        engine.load_checkpoint(tmp_path)
-        found = held(engine)
+    source = held(saved(tmp_path, engine_of(Small(), **BF16)))
+    for kind in (BF16, {}):
+        engine = engine_of(Small(), zero_optimization={"load_from_fp32_weights": False}, **kind)
+        found = held(loaded(tmp_path, engine))
         for name in ("first.weight", "second.bias"):
             assert torch.equal(found[f"exact {name}"], source[name].float())
             assert not torch.equal(found[f"exact {name}"], source[f"exact {name}"])
@@ -341,11 +302,12 @@ def test_no_folder_is_given(given: Any) -> None:
         engine.load_checkpoint(given)
 
 
-def test_without_latest(tmp_path: Path, lines: list[str]) -> None:
+def test_without_latest(tmp_path: Path) -> None:
     engine = engine_of(Small())
-    assert engine.load_checkpoint(tmp_path) == (None, None)
-    assert engine.load_checkpoint(tmp_path / "nowhere") == (None, None)
-    assert len([line for line in lines if line.startswith("WARNING") and "has no file 'latest'" in line]) == 2
+    with listening() as said:
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+        assert engine.load_checkpoint(tmp_path / "nowhere") == (None, None)
+    assert sum("has no file 'latest'" in line for line in said) == 2
 
 
 def other_saves(folder: Path) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_small import Small, assert_equal, engine_of, held, saved, train
+from checkpoint_small import BF16, Small, assert_equal, engine_of, held, saved, train
 from closeness import error, ulps
 from marks import each_once
 
@@ -16,7 +17,6 @@ from zero.checkpoint.index import CHUNK, Damaged, Part
 from zero.checkpoint.safe_file import read_part
 
 SIZE = 3 * CHUNK + 1234
-BF16 = {"bf16": {"enabled": True}}
 
 
 @pytest.fixture
@@ -117,32 +117,25 @@ def test_buffers_that_no_file_holds(tmp_path: Path) -> None:
 
 
 # Our optimizers and torch's go on from each other's states, begun or not, and with no half gradients.
-
 OURS_AND_TORCHS = [
-    (
-        {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
-    ),
-    (
-        {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
-        lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-    ),
-    (
-        {"type": "Adagrad", "params": {"lr": 1e-2, "initial_accumulator_value": 0.5}},
-        lambda params: torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.5),
-    ),
+    ("AdamW", {"lr": 1e-2, "weight_decay": 0.1}),
+    ("SGD", {"lr": 1e-2, "momentum": 0.9}),
+    ("Adagrad", {"lr": 1e-2, "initial_accumulator_value": 0.5}),
 ]
 
 
-@pytest.mark.parametrize(("ours", "made"), OURS_AND_TORCHS, ids=["AdamW", "SGD", "Adagrad"])
+def ends(kind: str, params: dict[str, float]) -> list[Any]:
+    """An engine with our optimizer, and one with torch's."""
+    made = partial(getattr(torch.optim, kind), **params)
+    return [engine_of(Small(), optimizer={"type": kind, "params": params}), engine_of(Small(), made=made)]
+
+
+@pytest.mark.parametrize(("kind", "params"), OURS_AND_TORCHS)
 @pytest.mark.parametrize("backwards", [False, True])
 def test_our_optimizers_and_torchs_load_each_others_states(
-    tmp_path: Path, ours: Any, made: Any, backwards: bool
+    tmp_path: Path, kind: str, params: dict[str, float], backwards: bool
 ) -> None:
-    def ends() -> list[Any]:
-        return [engine_of(Small(), optimizer=ours), engine_of(Small(), made=made)]
-
-    source, other = reversed(ends()) if backwards else ends()
+    source, other = reversed(ends(kind, params)) if backwards else ends(kind, params)
     saved(tmp_path, source)
     other.load_checkpoint(tmp_path)
     wanted, found = held(source), held(other)  # one of them may count steps that the other does not
@@ -151,18 +144,18 @@ def test_our_optimizers_and_torchs_load_each_others_states(
     ours_losses, theirs_losses = (train(engine, 3, first=7) for engine in (source, other))
     assert error(ours_losses, theirs_losses) <= ulps(8, theirs_losses)
     other.load_checkpoint(tmp_path, load_optimizer_states=False)
-    fresh = held(ends()[0 if backwards else 1])
+    fresh = held(ends(kind, params)[0 if backwards else 1])
     for name, value in held(other).items():
         if name.startswith(("exp_avg", "momentum", "sum", "step")):
             assert torch.equal(value, fresh[name]), name
 
 
 def test_before_the_first_step(tmp_path: Path) -> None:
-    for ours, made in OURS_AND_TORCHS:
-        for number, source in enumerate((engine_of(Small(), optimizer=ours), engine_of(Small(), made=made))):
-            folder = tmp_path / f"{ours['type']}{number}"
+    for kind, params in OURS_AND_TORCHS:
+        for number, source in enumerate(ends(kind, params)):
+            folder = tmp_path / f"{kind}{number}"
             source.save_checkpoint(folder)
-            for engine in (engine_of(Small(), optimizer=ours), engine_of(Small(), made=made)):
+            for engine in ends(kind, params):
                 begun = held(engine)
                 train(engine)
                 engine.load_checkpoint(folder)

@@ -6,7 +6,6 @@ A save that cannot be raises the same on all ranks, before anything is written, 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections import namedtuple
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_files import engine_of, entries, index_of, same, step, tensors
 from models import make_net
-from ranks import Pool
+from ranks import Pool, listening
 from safetensors.torch import load_file
 from torch import nn
 
@@ -31,8 +30,6 @@ UNITS = ("", "blocks.0", "blocks.1", "blocks.2")  # of a Net; each is padded to 
 def save(stage: int, folder: str, more: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Two steps and a save; what the engine holds, as `tensors` names it, as far as it can be asked for."""
     engine = engine_of(stage, dist.get_world_size(), **more)
-    if places := more.get("zero_optimization"):
-        assert places["stage"] == stage
     for number in range(2):
         step(engine, number)
     assert engine.save_checkpoint(folder) is True
@@ -85,23 +82,18 @@ def test_a_world_of_one_writes_weights_that_load_into_the_plain_module(tmp_path:
 def test_state_that_rests_in_files_is_saved_as_that_in_memory(
     pool: Pool, tmp_path: Path, bf16: bool, moments: str | None
 ) -> None:
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "zero": {"moments": moments}}}
-    if moments is None:  # of a class of torch, whose state cannot rest in files, but beside parameters that do
-        optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-    more = {"optimizer": optimizer, "bf16": {"enabled": bf16}}
-    drive = {"device": "nvme", "nvme_path": str(tmp_path / "drive")}
+    # Of a class of torch the state cannot rest in files, but beside parameters that do.
+    kind = {"torch_adam": True} if moments is None else {"zero": {"moments": moments}}
+    cpu, drive = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path / "drive")}
     (tmp_path / "drive").mkdir()
-    both = {
-        "offload_param": drive | {"max_in_cpu": 0},
-        "offload_optimizer": {"device": "cpu"} if moments is None else drive,
-    }
-    for name, places in (
-        ("memory", {"offload_optimizer": {"device": "cpu"}}),
-        ("files", both),
-        ("beside", both),
-    ):
-        checkpoint = {"checkpoint": {"async": name == "beside"}}
-        given = {**more, "zero_optimization": {"stage": 3, **places}, "zero": checkpoint}
+    both = {"offload_param": drive | {"max_in_cpu": 0}, "offload_optimizer": cpu if moments is None else drive}
+    for name, places in (("memory", {"offload_optimizer": cpu}), ("files", both), ("beside", both)):
+        given = {
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, **kind}},
+            "bf16": {"enabled": bf16},
+            "zero_optimization": {"stage": 3, **places},
+            "zero": {"checkpoint": {"async": name == "beside"}},
+        }
         pool.run(2, save, 3, str(tmp_path / name), given)
     wanted = tensors(tmp_path / "memory" / "global_step2")
     assert any(what.startswith("master/") for what in wanted) == bf16
@@ -109,7 +101,7 @@ def test_state_that_rests_in_files_is_saved_as_that_in_memory(
         assert same(tensors(tmp_path / name / "global_step2"), wanted)
 
 
-class Kept(nn.Module):
+class Stateful(nn.Module):
     """Statistics of each rank's own, a state beside the tensors, a frozen part, and a tied weight."""
 
     def __init__(self) -> None:
@@ -134,7 +126,7 @@ class Kept(nn.Module):
 def save_kept(folder: str, exclude: bool) -> dict[str, torch.Tensor]:
     rank = dist.get_rank()
     torch.manual_seed(3)
-    engine = engine_of(3, 2, Kept())
+    engine = engine_of(3, 2, Stateful())
     loss = engine(torch.randn(2, 6, generator=torch.Generator().manual_seed(rank)))
     engine.backward(loss)
     engine.step()
@@ -239,25 +231,21 @@ class Own(nn.Linear):
 
 def save_by_the_time(folder: str, mode: str) -> list[str]:
     """Names with what each rank read from its clock, twice; what was warned of or raised."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("zero").addHandler(handler)
     engine = engine_of(3, 2, Own(4, 4), checkpoint={"tag_validation": mode} if mode else {})
-    for hour in range(2):
-        place = f"{folder}/{hour}.{dist.get_rank()}"
-        for save, *args in (
-            (engine.save_checkpoint, f"{folder}/all", f"tag{hour}.{dist.get_rank()}"),
-            (engine.save_checkpoint, place, "tag"),
-            (engine.save_16bit_model, place, f"{dist.get_rank()}.bin"),
-            (engine.save_pretrained, place),
-        ):
-            try:
-                save(*args)
-            except ValueError as error:
-                said.append(str(error))
-    engine.save_checkpoint(f"{folder}/all", tag="same")
-    logging.getLogger("zero").removeHandler(handler)
+    with listening() as said:
+        for hour in range(2):
+            place = f"{folder}/{hour}.{dist.get_rank()}"
+            for save, *args in (
+                (engine.save_checkpoint, f"{folder}/all", f"tag{hour}.{dist.get_rank()}"),
+                (engine.save_checkpoint, place, "tag"),
+                (engine.save_16bit_model, place, f"{dist.get_rank()}.bin"),
+                (engine.save_pretrained, place),
+            ):
+                try:
+                    save(*args)
+                except ValueError as error:
+                    said.append(str(error))
+        engine.save_checkpoint(f"{folder}/all", tag="same")
     engine.destroy()
     return said
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_files import checkpoint
 from checkpoint_small import Small, engine_of
-from made_checkpoints import checkpoint, large
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_weights_out import start, step
@@ -22,11 +22,10 @@ from zero.__main__ import main
 from zero.checkpoint.index import Damaged
 from zero.checkpoint.model_files import consolidate
 from zero.checkpoint.reader import SLICE
-from zero.checkpoint.safe_file import TensorChunk
+from zero.checkpoint.safe_file import DTYPES, TensorChunk
+from zero.checkpoint.staging import LazyTensor
 from zero.kernels.remainder import join, split
 from zero.utils import safe_get_full_fp32_param
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def saved(stage: int, dtype: str, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -179,6 +178,20 @@ def test_what_cannot_be_meant_is_said(arguments, text, tmp_path, capsys):
     checkpoint(tmp_path / "run", chunks(1)[0])
     assert main(["consolidate", *(given.format(run=tmp_path / "run") for given in arguments)]) == 2
     assert text in capsys.readouterr().err
+
+
+def large(root: Path, numel: int) -> Path:
+    """One bf16 parameter `w` of so many elements, with remainders, of numbers that repeat; made in little memory."""
+
+    def numbers(start: int, count: int) -> torch.Tensor:
+        return (torch.arange(start, start + count, dtype=torch.int32) % 997).to(torch.int16)
+
+    def floats(start: int, count: int) -> torch.Tensor:
+        return numbers(start, count).to(torch.bfloat16)
+
+    shape = (numel // 1000, 1000)
+    weight = TensorChunk("weight", "w", 0, shape, LazyTensor(torch.bfloat16, numel, floats))
+    return checkpoint(root, [[weight, TensorChunk("master", "w", 0, shape, LazyTensor(torch.int16, numel, numbers))]])
 
 
 MEASURE = """
