@@ -36,7 +36,7 @@ import zero
 import zero.engine.progress
 import zero.monitor.monitor
 from zero.config import load
-from zero.engine.run_facts import run_facts
+from zero.engine.description import run_facts
 from zero.monitor.monitor import Monitor
 from zero.monitor.step_report import Line
 

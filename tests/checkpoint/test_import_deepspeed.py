@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import zero
 from zero.__main__ import main
 from zero.checkpoint.index import Damaged
-from zero.checkpoint.restricted import Refused, load
+from zero.checkpoint.torch_file import Refused, load
 from zero.checkpoint.verify import verify
 from zero.compat.deepspeed_files import open_files
 from zero.compat.import_deepspeed import import_deepspeed

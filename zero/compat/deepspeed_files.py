@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.checkpoint.index import Damaged
-from zero.checkpoint.restricted import Kept, load
+from zero.checkpoint.torch_file import StandIn, load
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -104,7 +104,7 @@ def open_files(folder: Path) -> Files:
     if "zero_stage" not in states[0]:
         raise ValueError(f"{folder} was written by DeepSpeed's BF16_Optimizer, which is not ZeRO's own; not read")
     number = states[0]["zero_stage"]
-    cut = int(number.args[0] if isinstance(number, Kept) else number) == 3
+    cut = int(number.args[0] if isinstance(number, StandIn) else number) == 3
     wanted = (
         [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(world)]
         if cut

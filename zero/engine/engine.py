@@ -17,15 +17,15 @@ from zero.compat.names import instead
 from zero.config import Config
 from zero.core.sharded_module import ShardedModule
 from zero.data import Loader
+from zero.data.loader import make_loader
 from zero.engine.accumulation import Accumulation
 from zero.engine.checkpoint.load import CheckpointLoader
 from zero.engine.checkpoint.save import CheckpointSaver
 from zero.engine.compiling import BlockCompiler
 from zero.engine.description import Description, describe
-from zero.engine.loader import make_loader
 from zero.engine.metrics import Metrics, print_on_first
-from zero.engine.offload import StateOffload
 from zero.engine.progress import Progress
+from zero.engine.state_offload import StateOffload
 from zero.engine.status import Status
 from zero.engine.step import TrainingStep
 from zero.engine.weight_updates import WeightUpdates

@@ -32,6 +32,7 @@ from zero.core.sharded_module import ShardedModule, reclaim, wrap
 from zero.core.streaming import refuse_streaming
 from zero.core.world import MARGIN, MAX_TIMEOUT, World, local_device, make_world
 from zero.data import Loader
+from zero.data.loader import make_loader
 from zero.engine.alarm import unwritable
 from zero.engine.arguments import (
     Groups,
@@ -44,10 +45,9 @@ from zero.engine.arguments import (
 )
 from zero.engine.assignment import assigned_run
 from zero.engine.data_ranks import data_ranks
+from zero.engine.description import run_facts
 from zero.engine.engine import Engine
-from zero.engine.loader import make_loader
 from zero.engine.precision import make_loss_scaler
-from zero.engine.run_facts import run_facts
 from zero.launch.contract import INITIALIZED
 from zero.log import counted, rank_zero, set_level
 from zero.monitor.run_folder import free_number

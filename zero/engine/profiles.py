@@ -16,8 +16,8 @@ from zero.core.sharded_module import ShardedModule
 from zero.engine.progress import Progress
 from zero.monitor.comms import CommsLog
 from zero.monitor.flops import FlopsProfile, matmul_rate
+from zero.monitor.module_calls import now
 from zero.monitor.step_report import Line
-from zero.monitor.taps import Taps, now
 from zero.monitor.trace import StepTrace
 from zero.optim.optimizer import ZeroOptimizer
 from zero.sizes.rates import DEVICES, REACHED
@@ -40,7 +40,6 @@ class Profiles:
     ) -> None:
         """`progress`: takes waits, MFU, and the timeline of a step."""
         self._progress = progress
-        self._taps = Taps()
         self._ended = time.perf_counter()  # the last step
         section, rank = config.comms_logger, sharded.world.global_rank
         events, self._end_waits = sharded.world.watchdog.events, lambda: None
@@ -50,12 +49,12 @@ class Profiles:
         if config.wall_clock_breakdown and rank == 0 and not math.isinf(config.steps_per_print):
             self._end_waits = events.subscribe(waited=progress.waited)
         tell = None if config.zero.report is None else self._tell
-        self._trace = StepTrace(config.zero.profile, sharded, device, self._taps, tell)
+        self._trace = StepTrace(config.zero.profile, sharded, device, tell)
         self._flops: FlopsProfile | None = None
         if config.flops_profiler.enabled and rank == 0:
             dtype = config.autocast_dtype or config.compute_dtype
             most = functools.partial(peak, dtype, device)
-            self._flops = FlopsProfile(config.flops_profiler, sharded.module, device, most, self._taps, FORMULAS)
+            self._flops = FlopsProfile(config.flops_profiler, sharded.module, device, most, FORMULAS)
         self.step_ended(0)
 
     def step_ended(self, step: int) -> None:

@@ -27,9 +27,9 @@ from zero.kernels import cuda
 from zero.kernels.native import isa
 from zero.log import counted, logger, rank_zero
 from zero.memory.host_bytes import HostBytes
+from zero.monitor.module_calls import Stamp, ended, now, seconds
 from zero.monitor.monitor import Monitor
 from zero.monitor.step_report import StepReport, unit_norms
-from zero.monitor.taps import Stamp, ended, now, seconds
 from zero.optim.muon_groups import rules_line
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import ZeroOptimizer

@@ -28,13 +28,12 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from zero.config import Config
 from zero.core.access import GatheredParameters
 from zero.core.hooks import as_forward
 from zero.core.sharded_module import ShardedModule
@@ -46,6 +45,7 @@ from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.profiles import Profiles, asked
 from zero.engine.progress import Ended, Progress
 from zero.engine.randomness import Randomness
+from zero.engine.reality import Reality
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
 from zero.engine.step_record import StepRecord, mean_loss
@@ -55,9 +55,6 @@ from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
 from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
-
-if TYPE_CHECKING:
-    from zero.engine.reality import Reality
 
 
 class TrainingStep:
@@ -86,7 +83,8 @@ class TrainingStep:
         self.profiles: Profiles | None = None
         if optimizer is not None and asked(config):
             self.profiles = Profiles(config, sharded, optimizer, device, self.progress)
-        self.reality = _reality(config, sharded, optimizer)
+        planned = config.zero.plan and optimizer is not None
+        self.reality = Reality(config, sharded, optimizer) if planned else None
         self.model = graphed(sharded) if config.graph_harvesting else sharded.module
         self._sharded = sharded
         self._optimizer = optimizer
@@ -338,14 +336,6 @@ def _conclude_at_exit(optimizer: ZeroOptimizer) -> None:
 
     atexit.register(conclude)
     weakref.finalize(optimizer, atexit.unregister, conclude).atexit = False
-
-
-def _reality(config: Config, sharded: ShardedModule, optimizer: ZeroOptimizer | None) -> Reality | None:
-    if not config.zero.plan or optimizer is None:
-        return None
-    from zero.engine.reality import Reality  # and all of the planner
-
-    return Reality(config, sharded, optimizer)
 
 
 def _knows_synced_gpus(module: nn.Module, generate: Callable[..., Any]) -> bool:

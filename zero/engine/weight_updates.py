@@ -13,7 +13,7 @@ from zero.core.owner import Owner, owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import TAGS, Unit
 from zero.engine.status import Status
-from zero.engine.streaming import to_the_end, unit_by_unit, walk
+from zero.engine.weight_streams import to_the_end, unit_by_unit, walk
 from zero.kernels.marks import Changes, WeightUpdate, nbytes, unpack
 from zero.log import rank_zero
 

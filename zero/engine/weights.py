@@ -23,7 +23,7 @@ from zero.core.sharded_module import ShardedModule
 from zero.core.values import cut_out, write_exact, write_frozen
 from zero.engine.checkpoint.save import TagValidation
 from zero.engine.status import Status
-from zero.engine.streaming import (
+from zero.engine.weight_streams import (
     Merge,
     choose,
     merged,

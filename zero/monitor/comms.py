@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from zero.config.profile_sections import CommsLogger
 from zero.log import logger
-from zero.monitor.taps import Stamp, ended, seconds
+from zero.monitor.module_calls import Stamp, ended, seconds
 from zero.watchdog.events import Events
 from zero.watchdog.rank_status import Collective
 

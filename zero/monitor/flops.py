@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -17,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero.config.profile_sections import FlopsProfiler
 from zero.core.torch_private import backward_task
 from zero.log import logger
-from zero.monitor.taps import Stamp, Taps, now, seconds
+from zero.monitor.module_calls import ModuleCalls, Stamp, now, seconds
 
 
 @dataclass
@@ -56,7 +57,6 @@ class FlopsProfile:
         module: nn.Module,
         device: torch.device,
         peak: Callable[[], float],
-        taps: Taps,
         formulas: Mapping[Any, Callable[..., int]],
     ) -> None:
         """`peak`: gives the FLOP/s that the device reaches at most; `formulas`: of operators without one in torch."""
@@ -66,7 +66,7 @@ class FlopsProfile:
         self._section, self._module, self._device, self._peak = section, module, device, functools.cache(peak)
         for path, each in module.named_modules():
             self.rows[path] = Row(path, type(each).__name__, sum(param.numel() for param in each.parameters()))
-        self._taps = taps
+        self._calls = ModuleCalls()
         self._counter: FlopCounterMode | None = None
         self._counted = 0  # which step
         self._open = 0  # forward passes that run
@@ -103,8 +103,7 @@ class FlopsProfile:
             self._counter = FlopCounterMode(display=False, custom_mapping=self._formulas)
             self._counter.__enter__()
         for path, row in self.rows.items():
-            module = self._module.get_submodule(path)
-            self._taps.replace(self, module, functools.partial(self._followed, row))
+            self._calls.watch(self._module.get_submodule(path), functools.partial(self._following, row))
 
     def close(self) -> None:
         """The run ends; what was counted and not told is."""
@@ -113,7 +112,7 @@ class FlopsProfile:
             self._print(0.0)
 
     def _stop(self) -> None:
-        self._taps.remove(self)
+        self._calls.end()
         if self._counter is not None:
             self.total = self._counter.get_total_flops()
             self._counter.__exit__(None, None, None)
@@ -124,26 +123,23 @@ class FlopsProfile:
             row.seconds += seconds(start, end)
         self._timed = []
 
-    def _followed(self, row: Row, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            row.called = True
-            counter, self._open = self._counter, self._open + 1
-            before, start = counter.get_total_flops() if counter is not None else 0, now(self._device)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._open -= 1
-                kind = "recomputed" if backward_task() >= 0 else "forward" if torch.is_grad_enabled() else "apart"
-                if counter is None and kind == "forward":
-                    self._timed.append((row, start, now(self._device)))
-                elif counter is not None:
-                    flops = counter.get_total_flops() - before
-                    row.forward += flops if kind == "forward" else 0
-                    if not self._open:  # the outermost
-                        setattr(self, kind, getattr(self, kind) + flops)
-
-        return call
+    @contextlib.contextmanager
+    def _following(self, row: Row) -> Iterator[None]:
+        row.called = True
+        counter, self._open = self._counter, self._open + 1
+        before, start = counter.get_total_flops() if counter is not None else 0, now(self._device)
+        try:
+            yield
+        finally:
+            self._open -= 1
+            kind = "recomputed" if backward_task() >= 0 else "forward" if torch.is_grad_enabled() else "apart"
+            if counter is None and kind == "forward":
+                self._timed.append((row, start, now(self._device)))
+            elif counter is not None:
+                flops = counter.get_total_flops() - before
+                row.forward += flops if kind == "forward" else 0
+                if not self._open:  # the outermost
+                    setattr(self, kind, getattr(self, kind) + flops)
 
     def _print(self, took: float) -> None:
         for row in reversed(self.rows.values()):  # what lies in a module comes after it

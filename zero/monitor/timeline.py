@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from zero.core.sharded_module import ShardedModule
 from zero.core.torch_private import backward_task
-from zero.monitor.taps import Stamp, Taps
+from zero.monitor.module_calls import ModuleCalls, Stamp
 from zero.watchdog.rank_status import Collective
 
 MESSAGES = "messages"  # the stream of collectives, each from its begin until it was waited for
@@ -51,19 +51,19 @@ class Timeline:
     spans: in the order of their ends.
     """
 
-    def __init__(self, sharded: ShardedModule, traced: bool, taps: Taps) -> None:
+    def __init__(self, sharded: ShardedModule, traced: bool) -> None:
         """`traced`: name them in the trace of torch's profiler, which runs, too."""
         self.spans: list[Span] = []
         self._traced = traced
-        self._taps = taps
+        self._calls = ModuleCalls()
         self._end = sharded.world.watchdog.events.subscribe(self._work, self._waited)
         for name in {unit.plan.anchor for unit in sharded.units} - {""}:
-            self._taps.replace(self, sharded.module.get_submodule(name), functools.partial(self._passes, name))
+            self._calls.watch(sharded.module.get_submodule(name), functools.partial(self._pass, name))
 
     def stop(self) -> list[Span]:
         """Watch no more; returns the spans."""
         self._end()
-        self._taps.remove(self)
+        self._calls.end()
         return self.spans
 
     @contextlib.contextmanager
@@ -78,13 +78,8 @@ class Timeline:
     def _work(self, verb: str, unit: str) -> contextlib.AbstractContextManager[None]:
         return self._span(f"{verb} {unit}".strip())
 
-    def _passes(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self._span(f"{'forward' if backward_task() < 0 else 'recompute'} {name}"):
-                return forward(*args, **kwargs)
-
-        return call
+    def _pass(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return self._span(f"{'forward' if backward_task() < 0 else 'recompute'} {name}")
 
     def _waited(self, collective: Collective, begun: Stamp, start: Stamp, end: Stamp) -> None:
         if isinstance(end, float):  # else the streams of the GPU say it

@@ -15,7 +15,6 @@ from zero.core.sharded_module import ShardedModule
 from zero.core.torch_private import all_threads, profiler_runs
 from zero.log import logger
 from zero.monitor.flops import written
-from zero.monitor.taps import Taps
 from zero.monitor.timeline import GPU, KINDS, MESSAGES, Span, Timeline, exposed, kernel_spans, summary
 
 EARLY = (5, 5)  # what a report has a timeline of where no steps are given
@@ -34,7 +33,6 @@ class StepTrace:
         section: Profile,
         sharded: ShardedModule,
         device: torch.device,
-        taps: Taps,
         tell: Callable[[Mapping[str, Any]], None] | None,
     ) -> None:
         """`tell`: takes {"step", "spans"} of one step, for the report; None for no report."""
@@ -43,7 +41,7 @@ class StepTrace:
         self._first, self._last = section.steps or EARLY
         self._on = self._traced or (section.steps is None and tell is not None)
         self._folder, self._tell = Path(section.dir), tell
-        self._device, self._parts = device, (sharded, self._traced, taps)
+        self._device, self._parts = device, (sharded, self._traced)
         self._timeline: Timeline | None = None
         self._profiler: profile | None = None
         self._ends: list[float] = []  # of the steps; the first of them is the begin

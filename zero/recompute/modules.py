@@ -32,8 +32,8 @@ Forward = Callable[..., Any]
 class Recomputed:
     """Stands for the forward of one module. Copies of the module, and files of it, get the plain forward of their own.
 
-    inner: what is run, and run again; policy: what is kept; auto: who watches calls as long as that is not chosen, else
-    None.
+    inner: what is run, and run again; around: gives contexts in which it runs, for who watches; policy: what is kept;
+    auto: who watches calls as long as that is not chosen, else None.
     """
 
     def __init__(self, module: nn.Module, name: str, number: int, every: int, inputs: InputStore) -> None:
@@ -44,6 +44,7 @@ class Recomputed:
         self._plain: Forward = module.forward
         self._own = "forward" in module.__dict__
         self.inner = self._plain
+        self.around: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
         self._selective = Selective(name, every)
         self._inputs = inputs
         functools.update_wrapper(self, self._plain, updated=())  # for those who read the names of its arguments
@@ -51,16 +52,23 @@ class Recomputed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; where a graph is built, keep what the policy says."""
+        forward = self._watched if self.around else self.inner
         if not torch.is_grad_enabled():
-            return self.inner(*args, **kwargs)
+            return forward(*args, **kwargs)
         if self.auto is not None and not torch.compiler.is_compiling():
-            done, out = self.auto.call(self._number, self._module, self.inner, args, kwargs)
+            done, out = self.auto.call(self._number, self._module, forward, args, kwargs)
             if done:
                 return out
         if self.policy is Policy.NONE:
-            return self.inner(*args, **kwargs)
+            return forward(*args, **kwargs)
         contexts = self._selective.contexts if self.policy is Policy.SELECTIVE else None
-        return recomputed(self.inner, args, kwargs, self._inputs, contexts, self._module)
+        return recomputed(forward, args, kwargs, self._inputs, contexts, self._module)
+
+    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for around in self.around:
+                stack.enter_context(around())
+            return self.inner(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """What copies and saved files get instead; used by `copy.deepcopy` and by `torch.save`."""

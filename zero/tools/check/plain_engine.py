@@ -28,8 +28,8 @@ from zero.core.mixed_precision import DTYPES
 from zero.core.quantized import format_of
 from zero.core.world import Axis, backend_of, local_device
 from zero.data import Loader
+from zero.data.loader import make_loader
 from zero.engine.arguments import Groups, client_optimizer, parameter_groups
-from zero.engine.loader import make_loader
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.status import Status
 from zero.optim.make import torch_arguments

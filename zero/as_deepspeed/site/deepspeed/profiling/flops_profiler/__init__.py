@@ -10,7 +10,6 @@ from deepspeed._names import finder
 from zero.config.profile_sections import FlopsProfiler
 from zero.engine.profiles import peak
 from zero.monitor.flops import FlopsProfile, si
-from zero.monitor.taps import Taps
 from zero.sizes.recorder import FORMULAS
 
 __getattr__ = finder(__name__, {})
@@ -48,7 +47,7 @@ def get_model_profile(
     shown = {"detailed": detailed, "module_depth": module_depth, "top_modules": top_modules}
     section = FlopsProfiler(**shown, output_file=output_file, profile_step=0)
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(first.dtype, "fp32")
-    profile = FlopsProfile(section, model, first.device, lambda: peak(dtype, first.device), Taps(), FORMULAS)
+    profile = FlopsProfile(section, model, first.device, lambda: peak(dtype, first.device), FORMULAS)
     call, was, took = model.generate if mode == "generate" else model, model.training, 0.0
     model.eval()
     try:

@@ -3,7 +3,7 @@
 import enum
 
 from deepspeed._names import finder
-from zero.engine.offload import STATES
+from zero.engine.state_offload import STATES
 
 __getattr__ = finder(__name__, {})
 
