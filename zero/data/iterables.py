@@ -1,4 +1,4 @@
-"""What one rank gets of the items of an iterable dataset, which every rank reads whole."""
+"""One rank's items of an iterable dataset, which every rank reads whole."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from zero.data.position import Partition
 
 
 class RankIterable(IterableDataset):
-    """The micro-batches of an iterable dataset whose turn it is: number k of `size` items goes to rank k % world_size.
+    """One rank's micro-batches of an iterable dataset: number k of `size` items goes to rank k % world_size.
 
-    `together` of them, a multiple of world_size, are one optimizer step. The last items, if they do not fill one, are
-    dropped: a rank with one batch more than the others would wait for them for ever. Holds the items of one step in
-    memory. So what a step sees does not depend on the number of ranks; with several workers, whose order is that of
-    the micro-batches, it does. Each worker reads the whole dataset, as torch has it, unless the dataset itself divides
+    `together` micro-batches, a multiple of world_size, are one optimizer step. An incomplete last step is
+    dropped: a rank with one more batch than the others would wait for them for ever. Holds the items of one step in
+    memory. So a step's samples do not depend on the number of ranks; with several workers, whose order is that of
+    the micro-batches, they do. As in torch, each worker reads the whole dataset, unless the dataset itself divides
     its items by `torch.utils.data.get_worker_info()`.
 
-    start: items of the dataset, by worker, that a resumed pass leaves out.
+    start: items of the dataset, by worker, that a resumed pass skips.
     """
 
     start: Sequence[int] = (0,)
@@ -52,13 +52,13 @@ class WorkerBatch(NamedTuple):
 
 
 class WorkerCollate:
-    """A `collate_fn` that says which worker a batch is of: once one of them has ended, the others are read further."""
+    """A `collate_fn` that adds the worker's number: after one worker has ended, the others are still read."""
 
     def __init__(self, collate_fn: Callable[[list], Any]) -> None:
         self._collate = collate_fn
 
     def __call__(self, items: list) -> WorkerBatch:
-        """Make a batch, where it is read."""
+        """Make a batch in the worker."""
         return WorkerBatch(_worker(), len(items), self._collate(items))
 
 

@@ -1,4 +1,4 @@
-"""The loader of one rank, and one that repeats it without end."""
+"""The loader of one rank, and a loader that repeats another without end."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ _END = object()
 
 
 class Loader:
-    """The batches of one rank out of a dataset that all ranks share, one pass per `iter()`.
+    """One rank's batches of a dataset that all ranks share, one pass per `iter()`.
 
     A dataset with indices is shuffled and divided as by torch's `DistributedSampler`. **It pads:** if the
-    samples do not divide evenly, the first ones of the shuffled order come twice, so that all ranks have as many
+    samples do not divide evenly, the first ones of the shuffled order come twice, so that all ranks get equally many
     (777 samples on 2 ranks are 389 each, 778 together). That is right for training and wrong for a
-    measurement, whose mean is then over 778; `engine.gather_for_metrics` leaves the others out. Ranks take turns at the
+    measurement, whose mean is then over 778; `engine.gather_for_metrics` drops the padding. Ranks take turns at the
     items of an `IterableDataset`, and an incomplete last turn is dropped (`RankIterable`).
 
-    Each pass has its own shuffle: it sets the epoch of the sampler (and of the dataset, if that has `set_epoch`) by
-    itself, 0, 1, ... `state_dict()` says where the data are. After `load_state_dict()` the next pass is the rest of
-    that one: samples that were not seen, in their order, also for another number of ranks or in batches of another
-    size. They are not read again, unless the dataset is iterable and has to be read from its beginning.
+    Each pass has its own shuffle: it sets the epoch of the sampler (and of the dataset, if that has `set_epoch`)
+    to 0, 1, ... `state_dict()` has the position in the data. After `load_state_dict()` the next pass is the rest of
+    the saved one: unseen samples in their order, also for another number of ranks or in batches of another
+    size. Seen samples are not read again, unless the dataset is iterable and must be read from its beginning.
 
     Args:
         dataset: map-style, or an IterableDataset that yields the same items on every rank.
         batch_size: samples per batch on this rank.
-        rank, world_size: which share, of how many.
+        rank, world_size: this rank's number, and the number of ranks.
         collate_fn: list of samples to batch; None is torch's default.
         drop_last: leave out the last batch of a pass if it is not full.
-        sampler: indices of *this rank*, instead of the DistributedSampler: what it yields is taken as it is.
+        sampler: indices of *this rank*, used unchanged instead of the DistributedSampler's.
         seed: of the shuffle and of the workers.
         pin_memory, num_workers: as in torch's DataLoader.
-        together: ranks take turns by whole batches instead of samples (`RankSampler`): this many of all
+        together: ranks take turns by whole batches instead of samples (`RankSampler`): this many batches of all
             ranks, a multiple of world_size, are one optimizer step, and a pass has whole steps only.
 
     Attributes:
         dataset, batch_size: as given.
-        sampler: what gives this rank its indices; None for an IterableDataset.
-        on_batch: told of each batch before it is handed out, where it is not None.
+        sampler: the source of this rank's indices; None for an IterableDataset.
+        on_batch: called with each batch before it is yielded, unless None.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Loader:
         self._rank, self._drop_last = rank, drop_last
         if together is not None and (together < 1 or together % world_size):
             raise ValueError(f"together: got {together}; wanted a multiple of the world size {world_size}")
-        # Its own generator: a pass must not draw from torch's global one, on which dropout and the like
+        # A separate generator: a pass must not draw from torch's global one, on which dropout and the like
         # depend.
         self._generator = torch.Generator()
         common: dict[str, Any] = {
@@ -106,11 +106,11 @@ class Loader:
             self._loader = DataLoader(seeded, batch_sampler=self._source, collate_fn=collate_fn, **common)
         self._here = self._next = self._partition.begin(0)
         self.on_batch: Callable[[Dealt], None] | None = None
-        self._loads = 0  # positions loaded so far; a pass that was begun before the last one is over
+        self._loads = 0  # positions loaded so far; a pass begun before the last load ends
 
     @property
     def epoch(self) -> int:
-        """The pass that is running or, between two passes, the next one."""
+        """The current pass or, between two passes, the next one."""
         return self._here.epoch
 
     def __len__(self) -> int:
@@ -121,20 +121,20 @@ class Loader:
         return samples // self.batch_size if self._drop_last else -(-samples // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next pass, or what is left of the one that was resumed."""
+        """Begin the next pass, or the rest of a resumed one."""
         return self._pass(self._turn(), self._loads)
 
     def _turn(self) -> Position:
-        """Where the next pass begins, which is the one that runs from now on."""
+        """Make the next pass the current one; returns where it begins."""
         self._here, self._next = self._next, self._partition.begin(self._next.epoch + 1)
         return self._here
 
     def _pass(self, at: Position, loads: int) -> Iterator[Any]:
         batches: Iterator[Any] | None = None
-        if self._loads != loads:  # loaded before the first batch was asked for, so there is no pass to end
+        if self._loads != loads:  # a position was loaded before the first batch, so there is no pass to end
             at, loads = self._turn(), self._loads
         while self._loads == loads:
-            # Begun with its first batch, and not in `__iter__`: what a pass sets is shared with others.
+            # Begun with its first batch, not in `__iter__`: a pass sets state that all passes share.
             batches = self._begin(at) if batches is None else batches
             batch = next(batches, _END)
             if batch is _END:
@@ -152,7 +152,7 @@ class Loader:
 
     @property
     def _per_batch(self) -> int:
-        """By how many samples a full batch of indices moves `Position.seen` on."""
+        """The number of samples that a full batch of indices adds to `Position.seen`."""
         return self.batch_size * (1 if self._partition.source == "sampler" else self._partition.world_size)
 
     def _dealt(self, at: Position) -> Dealt:
@@ -173,7 +173,7 @@ class Loader:
         for owner in (self.sampler, self.dataset):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(at.epoch)
-        # Workers are seeded from this: otherwise on each rank and in each pass, the same again when resumed.
+        # Workers are seeded from this: different for each rank and pass, and the same again after a resume.
         self._generator.manual_seed(partition.seed + at.epoch * partition.world_size + self._rank)
         if isinstance(self._source, RankBatchSampler):
             self._source.start, self._source.skip = at.start[0], at.batches
@@ -183,7 +183,7 @@ class Loader:
         return itertools.islice(iter(self._loader), at.batches, None)
 
     def skip(self, batches: int) -> Iterator[Any]:
-        """Begin the next pass behind its first `batches`, which only an iterable dataset has to read."""
+        """Begin the next pass after its first `batches`, which only an iterable dataset has to read."""
         if self._partition.source == "stream":
             return itertools.islice(self, batches, None)
         at = self._next
@@ -192,23 +192,23 @@ class Loader:
         return iter(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass the one of this number; the same number gives the same order in every run."""
+        """Set the number of the next pass; the same number gives the same order in every run."""
         if epoch != self._next.epoch:
             self._here = self._next = self._partition.begin(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the data are, the same on all ranks, as a small dictionary of JSON values."""
+        """Return the position in the data, the same on all ranks, as a small dictionary of JSON values."""
         return self._partition.save(self._here)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass go on after a saved position, also one of another world size or batch size.
+        """Let the next pass continue after a saved position, also one of another world size or batch size.
 
-        A pass that is running ends; one that has not given its first batch begins there. What cannot be exact is said
-        in a warning: samplers of the user's at another world size, another number of workers for an iterable dataset,
-        another dataset. Raises ValueError for what is no position.
+        A running pass ends; one that has not yielded its first batch begins there. A warning says what cannot be exact:
+        the user's samplers at another world size, another number of workers for an iterable dataset,
+        another dataset. Raises ValueError for other values.
         """
         at = self._partition.load(state)
-        # The last batch may have been handed out before the loop asked for one more and so ended the pass.
+        # The last batch may have been yielded before the loop asked for one more and so ended the pass.
         if isinstance(self._source, RankBatchSampler) and at.seen[0] and self._left(at) <= 0:
             at = self._partition.begin(at.epoch + 1)
         self._here = self._next = at
@@ -218,11 +218,11 @@ class Loader:
         try:
             return self._source.left(at.start[0]) - at.batches
         except TypeError:
-            return float("inf")  # a sampler that does not know its length
+            return float("inf")  # the sampler does not know its length
 
 
 def _check(dataset: Any, batch_size: Any, collate_fn: Any, sampled: bool) -> None:
-    """Raise ValueError for what would fail at the first batch only, when training has begun."""
+    """Raise ValueError for arguments that would fail only at the first batch, when training has begun."""
     if isinstance(dataset, DataLoader | Loader):
         raise ValueError(
             f"dataset: got a {type(dataset).__name__}; wanted the dataset itself (its .dataset), of which each rank "
@@ -243,15 +243,15 @@ def _check(dataset: Any, batch_size: Any, collate_fn: Any, sampled: bool) -> Non
 
 
 class RepeatingLoader:
-    """Batches without end: when the loader is through, its next pass begins. `len()` is that of one pass."""
+    """Batches without end: after each pass of the loader the next one begins. `len()` is that of one pass."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
-        # Begun at the first batch only, so that a position loaded before it counts.
+        # Begun only at the first batch, so that a position loaded before it counts.
         self._batches: Iterator[Any] = iter(())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return that of the loader; AttributeError if it has none."""
+        """Return the loader's state; AttributeError if it has none."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -266,7 +266,7 @@ class RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
-        # The third try is for a pass that was resumed at its very end and has nothing left.
+        # The third try is for a pass that was resumed at its very end.
         for _ in range(3):
             for batch in self._batches:
                 return batch
@@ -277,8 +277,8 @@ class RepeatingLoader:
 def skip_first_batches(loader: Iterable[Any], count: int) -> Iterator[Any]:
     """The rest of a loader's next pass, without its first `count` batches; later passes are whole.
 
-    A loader of the engine does not read those, unless its dataset is iterable; any other reads and drops them. After a
-    checkpoint the loaders of the engine go on by themselves, where their `state_dict` is saved with it. Raises
+    A loader of the engine does not read those, unless its dataset is iterable; others read and drop them. After a
+    checkpoint the engine's loaders continue by themselves if their `state_dict` is saved with it. Raises
     ValueError for a negative count.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:

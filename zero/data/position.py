@@ -1,4 +1,4 @@
-"""Where in its passes over the data a run is, so that another one goes on there, also with other numbers of ranks."""
+"""The position of a run in its passes over the data, from which another run continues, also on more or fewer ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zero.log import counted, rank_zero
 
 
 class Dealt(NamedTuple):
-    """One batch of each rank: `given` samples of all ranks together, of which the first `real` are no padding.
+    """One batch of each rank: `given` samples of all ranks together; the first `real` of them are not padding.
 
-    First in the order of the pass, in which ranks take turns by `turn` samples. None where the loader does not know.
+    First in the order of the pass, in which ranks take turns by `turn` samples. None if unknown to the loader.
     """
 
     given: int | None
@@ -25,11 +25,11 @@ class Dealt(NamedTuple):
 class Position:
     """A place in pass `epoch`.
 
-    start:   samples that had been handed out when the present partition began, by worker for an iterable dataset;
-    batches: what each rank was handed since then;
-    seen:    samples handed out since the beginning of the pass, as `start`.
+    start:   samples that were yielded before the current partition began, by worker for an iterable dataset;
+    batches: batches that each rank got since then;
+    seen:    samples yielded since the beginning of the pass, counted as in `start`.
 
-    Samples are those of all ranks together; with a sampler of the user's, which is the rank's own, those of a rank.
+    Samples are those of all ranks together; with the user's sampler, which is the rank's own, those of one rank.
     """
 
     epoch: int = 0
@@ -38,7 +38,7 @@ class Position:
     seen: tuple[int, ...] = (0,)
 
     def further(self, samples: int, worker: int = 0) -> Position:
-        """One batch further, of this many samples from this worker."""
+        """The position one batch further, of this many samples from this worker."""
         seen = tuple(count + samples * (number == worker) for number, count in enumerate(self.seen))
         return replace(self, batches=self.batches + 1, seen=seen)
 
@@ -47,9 +47,9 @@ class Position:
 class Partition:
     """How a pass is divided among the ranks. Its fields are saved in checkpoints, under "dealing".
 
-    source:   "dealt" of a shuffled order, "sampler" of the user's, or "stream" of an iterable dataset;
-    together: micro-batches of one optimizer step, where ranks take turns by micro-batches, else 0;
-    workers:  that read a stream, at least 1; 1 elsewhere;
+    source:   "dealt" (a shuffled order), "sampler" (the user's), or "stream" (an iterable dataset);
+    together: micro-batches of one optimizer step, if ranks take turns by micro-batches, else 0;
+    workers:  those that read a stream, at least 1; 1 otherwise;
     samples:  of the dataset, None for a stream; seed: of the shuffle.
     """
 
@@ -71,12 +71,12 @@ class Partition:
         return Position(epoch, (0,) * self.workers, 0, (0,) * self.workers)
 
     def save(self, at: Position) -> dict[str, Any]:
-        """A position and what it means, as JSON values."""
+        """A position with its partition, as JSON values."""
         place = {"epoch": at.epoch, "start": list(at.start), "batches": at.batches, "seen": list(at.seen)}
         return {**place, "dealing": asdict(self)}
 
     def load(self, state: Mapping[str, Any]) -> Position:
-        """The position out of `save`, of this partition or another; says where that cannot be exact.
+        """The position from `save`, of this partition or another; warns if it cannot be exact.
 
         Raises ValueError for anything else.
         """
@@ -93,7 +93,7 @@ class Partition:
             handed_out = sum(at.seen) - sum(at.start)
             if self.workers == 1 and (not self.together or handed_out % step == 0):
                 return Position(at.epoch, at.seen, 0, at.seen)
-            return at  # inside a step, and where workers take turns, the batches of before decide what comes next
+            return at  # inside a step, and if workers take turns, the earlier batches decide the next one
         seen = self._seen(at, was)
         return Position(at.epoch, seen, 0, seen)
 

@@ -1,4 +1,4 @@
-"""Which indices of a shuffled dataset one rank gets, from any place of the order on."""
+"""One rank's indices of a shuffled dataset, from any place of the order on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zero.data.seeds import mixed, seed_generators
 
 
 class RankSampler(DistributedSampler):
-    """The samples of one rank, from any place of the shuffled order of torch's `DistributedSampler` on.
+    """One rank's samples, from any place in the shuffled order of torch's `DistributedSampler` on.
 
     Ranks take turns by `size` samples: turn number k goes to rank k % world_size. `together` turns, a multiple of
-    world_size, make a step. The order is padded to whole steps with its own beginning, or cut to them with `drop_last`.
+    world_size, make a step. The order is padded to whole steps from its beginning, or cut to them with `drop_last`.
     As in `DistributedSampler`, the ranks take turns sample by sample and the end is padded, unless `partition` counts
-    the micro-batches of an optimizer step: then what a step sees does not depend on the number of ranks.
+    the micro-batches of an optimizer step: then a step's samples do not depend on the number of ranks.
 
-    start: samples of the order that were handed out before, to whatever ranks there were; steps are counted from there.
+    start: samples of the order that were yielded before, on any number of ranks; steps are counted from there.
     """
 
     start = 0
@@ -58,11 +58,11 @@ class SeededIndices(list):
 
 
 class RankBatchSampler(Sampler):
-    """The batches of indices of one rank, in a pass or in what is left of one.
+    """One rank's batches of indices, in a pass or the rest of one.
 
-    start: samples of the order (of the rank's own, where the user gave a sampler) that were handed out before;
-    skip:  batches after those that are left out, too;
-    seed:  that of the shuffle and the number of the pass; each batch has its own, made of these and of its place.
+    start: samples of the order (of the rank's own, with the user's sampler) that were yielded before;
+    skip:  batches after those, skipped as well;
+    seed:  that of the shuffle and the number of the pass; each batch has its own seed, from these and its place.
     """
 
     def __init__(self, sampler: Sampler | Iterable[int], partition: Partition, rank: int, drop_last: bool) -> None:
@@ -86,12 +86,12 @@ class RankBatchSampler(Sampler):
         if self._shared:
             self.sampler.start = start
         indices = self.sampler if self._shared else itertools.islice(iter(self.sampler), start, None)
-        distance = self.sampler.size if self._shared else 1  # of this rank's first sample from that of the next rank
+        distance = self.sampler.size if self._shared else 1  # from this rank's first sample to that of the next rank
         for number, batch in enumerate(BatchSampler(indices, self._size, self._drop_last)):
             if number < skip:
                 continue
             seeded = SeededIndices(batch)
-            # The place in the order that all ranks share, which no other batch of the pass has.
+            # The place in the order that all ranks share, unique to this batch in the pass.
             before = start if self._shared else start * self._world_size
             seeded.seed = mixed(*seed, before + number * self._size * self._world_size + self._rank * distance)
             yield seeded
@@ -100,7 +100,7 @@ class RankBatchSampler(Sampler):
 class SeededDataset(Dataset):
     """A dataset whose samples draw, in a worker, the random numbers of their batch's seed.
 
-    A worker's own random numbers would depend on what it has read before, and so on where the pass was resumed.
+    A worker's own random numbers would depend on its earlier reads, and so on where the pass was resumed.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -121,5 +121,5 @@ class SeededDataset(Dataset):
 
 
 def _shuffled(count: int, seed: int) -> list[int]:
-    """The order that torch's `DistributedSampler` makes."""
+    """The order of torch's `DistributedSampler`."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()

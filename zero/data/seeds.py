@@ -1,4 +1,4 @@
-"""Seeds, and what is drawn from them alike on every rank."""
+"""Seeds, and splits that are the same on every rank."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ T = TypeVar("T")
 def seed_everything(seed: int, by_rank: bool = False) -> int:
     """Seed Python's `random`, NumPy and torch, all devices; returns `seed`, an integer of 0 to 2**63 - 1.
 
-    Alike on all ranks, as what they draw in common needs it. With `by_rank` each rank (as the launcher says, in `RANK`)
-    has random numbers of its own: for dropout and augmentation, once the model is built. ValueError for other seeds.
+    The same on all ranks by default, for common draws. With `by_rank` each rank (by the launcher's variable `RANK`)
+    has different random numbers: for dropout and augmentation, once the model is built. ValueError for other seeds.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"seed_everything(seed=...): got {seed!r}, wanted an integer from 0 to 2**63 - 1")
-    import numpy.random  # noqa: F401 - so that it is seeded, also where it is first used later
+    import numpy.random  # noqa: F401 - so that it is seeded, even if it is first used later
 
     seed_generators(mixed(seed, log.rank()) if by_rank else seed, torch.manual_seed)
     return seed
 
 
 def random_split(dataset: Dataset[T], lengths: Sequence[int | float], seed: int = 0) -> list[Subset[T]]:
-    """torch's `random_split` with one split on all ranks, whatever each has drawn before: it depends on `seed` only.
+    """torch's `random_split` with the same split on all ranks: it depends only on `seed`.
 
     lengths: numbers of samples that add up to the dataset's, or fractions that add up to 1. ValueError for others.
     """
@@ -40,15 +40,15 @@ def random_split(dataset: Dataset[T], lengths: Sequence[int | float], seed: int 
 
 
 def mixed(*numbers: int) -> int:
-    """A seed of 63 bits in which each of the numbers counts."""
+    """A 63-bit seed that depends on each of the numbers."""
     digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_generators(seed: int, of_torch: Callable[[int], object] = torch.default_generator.manual_seed) -> None:
-    """Seed Python's generator, NumPy's where it is imported, and torch's: of the CPU, or by another function."""
+    """Seed Python's generator, NumPy's if it is imported, and torch's: that of the CPU, or by another function."""
     of_torch(seed)
     random.seed(seed)
     if "numpy.random" in sys.modules:
-        # One word more: of the same words it would draw what Python's generator draws.
+        # One more word: from the same words it would draw the same numbers as Python's generator.
         sys.modules["numpy.random"].seed([seed & 0xFFFFFFFF, seed >> 32, 1])

@@ -29,7 +29,7 @@ class Request:
     """
 
     def __init__(self, aio: Aio, pool_request: Any, what: str, file: ScratchFile, tensor: Tensor, offset: int) -> None:
-        self._aio = weakref.ref(aio)  # which has this object in its list
+        self._aio = weakref.ref(aio)  # weak: its list holds this object
         self._process, self._pool_request, self._what = aio._process, pool_request, what
         self._path, self._nbytes, self._offset = str(file.path), tensor.nbytes, offset
         self._held: tuple[Tensor, Descriptor] | None = (tensor, file.descriptor)
@@ -40,12 +40,12 @@ class Request:
         return bool(self._pool_request.done())
 
     def wait(self) -> None:
-        """Wait until the tensor and the file hold what was asked for; may be called again, and by several threads.
+        """Wait until the request is complete; may be called again, and by several threads.
 
         Raises:
-            OSError: with the errno, the bytes of the file that were asked for, how far it came, and the path. All bytes
-                before that point were moved; of those after it, some may have been. A file that ends before a read
-                does is EIO.
+            OSError: with the errno, the requested bytes of the file, the byte reached, and the path. All bytes
+                before that point were moved; later ones perhaps. A file that ends before a read
+                does gives EIO.
             RuntimeError: in a process forked from the one that began it.
         """
         _check_process(self._process)
@@ -57,7 +57,7 @@ class Request:
         self.check()
 
     def check(self) -> None:
-        """Raise the error of :meth:`wait` if there is one by now."""
+        """Raise the error of :meth:`wait` if the request has failed by now."""
         error, reached = self._pool_request.outcome()
         if error == 0:
             return
@@ -79,15 +79,15 @@ class Aio:
         threads: workers; "intra_op_parallelism" of the JSON.
         queue_depth: blocks in flight per worker. Backends "threads" and "python" have one thread for each, at most 64.
         block_size: bytes, a multiple of ALIGN, at most 1 GiB.
-        backend: "io_uring", "threads" or "python"; None: the first of these that there is.
+        backend: "io_uring", "threads" or "python"; None: the first of these that is available.
 
     Attributes:
         backend: the one in use.
-        why: why it is none of those before it; empty where it was asked for or is the first.
+        why: why it is not an earlier one; empty if it was requested or is the first.
 
     Raises:
         ValueError: for an argument out of range.
-        RuntimeError: the backend that was asked for is not there; says why.
+        RuntimeError: the requested backend is not available; says why.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Aio:
             raise ValueError(f"backend: got {backend!r}; wanted one of {', '.join(map(repr, BACKENDS))}, or None")
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._flying: dict[Request, None] = {}  # begun, and not waited for yet; oldest first
+        self._flying: dict[Request, None] = {}  # begun, not yet waited for; oldest first
         self._raised = self._closed = False  # raised: an error has reached the caller
         self._pool: Any = None
         self._pool, self.backend, self.why = _pool(threads, queue_depth, block_size, backend)
@@ -130,16 +130,16 @@ class Aio:
         return self._begin(True, file, tensor, offset)
 
     def close(self) -> None:
-        """Wait for what is in flight and end the workers. Again, or in a forked process: nothing.
+        """Wait for requests in flight and end the workers. A second call, or one in a forked process, does nothing.
 
         Raises:
-            OSError: that of a failed request, where :meth:`Request.wait` has raised none.
+            OSError: that of a failed request, if :meth:`Request.wait` has raised none.
         """
         if self._process != os.getpid() or self._pool is None:
             return
         with self._lock:
             self._closed = True
-        # The list is kept until the end: an interrupt must not free what the workers still write into.
+        # The list is kept until the end: an interrupt must not free memory that the workers still write into.
         for request in list(self._flying):
             request._pool_request.wait()
         self._pool.close()
@@ -149,7 +149,7 @@ class Aio:
             request.check()
 
     def __del__(self) -> None:
-        # The workers write into memory that must not go before they do.
+        # The workers write into memory that must not be freed before they end.
         try:
             self.close()
         except OSError as error:
@@ -170,7 +170,7 @@ class Aio:
         return request
 
     def _forget(self, request: Request) -> None:
-        """Somebody waited for `request`, to whom its error is raised if it has one."""
+        """Drop `request`: a caller waited for it, and got its error if it has one."""
         with self._lock:
             self._flying.pop(request, None)
             if request._pool_request.outcome()[0]:
@@ -186,7 +186,7 @@ def _check_process(process: int) -> None:
 
 
 def _pool(threads: int, depth: int, block: int, backend: str | None) -> tuple[Any, str, str]:
-    """The workers, the backend that they are, and why they are none of a better one."""
+    """The workers, their backend, and why it is not a better one."""
     if backend == "python":
         return PlainPool(threads, depth, block), backend, ""
     module = load()
@@ -206,7 +206,7 @@ def _pool(threads: int, depth: int, block: int, backend: str | None) -> tuple[An
 
 
 def _check(file: ScratchFile, tensor: Tensor, offset: int) -> int:
-    """Raise ValueError unless the tensor and the place in the file will do; returns the address."""
+    """Raise ValueError unless the tensor and its place in the file are valid; returns the address."""
     address, nbytes = address_of("tensor", tensor, device=CPU), tensor.nbytes
     if address % ALIGN or nbytes % ALIGN:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The pool of workers of csrc/aio.h in plain Python: for where nothing is compiled, and for comparison."""
+"""The pool of workers of csrc/aio.h in plain Python: a fallback without compiled code, and for comparison."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PlainRequest:
         wait(self._blocks)
 
     def done(self) -> bool:
-        """Whether that is so already."""
+        """Whether `wait` would return at once."""
         return all(block.done() for block in self._blocks)
 
     def outcome(self) -> tuple[int, int]:
@@ -34,7 +34,7 @@ class PlainRequest:
 
 
 class PlainPool:
-    """Threads that call preadv and pwritev: `workers` * `depth` of them, yet at most MAX_THREADS."""
+    """Threads that call preadv and pwritev: `workers` * `depth` of them, but at most MAX_THREADS."""
 
     def __init__(self, workers: int, depth: int, block: int) -> None:
         self._block = block
@@ -52,7 +52,7 @@ class PlainPool:
 
 
 def _move(write: bool, fd: int, data: int, at: int, end: int, offset: int, align: int) -> tuple[int, int]:
-    """Move bytes `at` to `end` of a request; returns 0, an errno or SHORT, and the byte that was reached."""
+    """Move bytes `at` to `end` of a request; returns 0, an errno or SHORT, and the byte reached."""
     while at < end:
         view = memoryview((ctypes.c_char * (end - at)).from_address(data + at))
         try:

@@ -1,4 +1,4 @@
-"""What every kernel asks of its tensors before an address leaves Python: a wrong one would corrupt memory."""
+"""The checks of every kernel's tensors before an address leaves Python: a wrong one would corrupt memory."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def address_of(
     shape: tuple[int, ...] | None = None,
     device: torch.device | None = None,
 ) -> int:
-    """Address of a contiguous tensor with data behind it; anything, also 0, where it is empty.
+    """Address of a contiguous tensor with memory; any number, also 0, if it is empty.
 
-    Raises ValueError, with `name`, for anything else, and for another dtype, shape or device than asked for.
+    Raises ValueError, with `name`, for other objects, and for another dtype, shape or device than required.
     """
     try:
         right = tensor.is_contiguous() and (dtypes is None or tensor.dtype in dtypes)
         if right and (shape is None or tensor.shape == shape) and (device is None or tensor.device == device):
-            # A tensor whose storage was given back still has a shape and an address; reading it would end the process.
+            # A tensor whose storage was freed still has a shape and an address; reading it would end the process.
             address = tensor.data_ptr() if tensor.untyped_storage().nbytes() > 0 else 0
             if address or tensor.numel() == 0:
                 return address
-    except (AttributeError, RuntimeError):  # no tensor at all; a sparse one; one of a tracer, without memory
+    except (AttributeError, RuntimeError):  # not a tensor; a sparse one; a tracer's, without memory
         pass
     wanted = [] if shape is None else [f"shape {tuple(shape)}"]
     wanted += [] if dtypes is None else [" or ".join(map(str, dtypes))]
@@ -48,7 +48,7 @@ def address_of(
 
 
 def check_apart(spans: list[tuple[int, int, str]]) -> None:
-    """Raise ValueError where two of these spans of one memory, each (address, end, name), share a byte; sorts them."""
+    """Raise ValueError if two of these spans of one memory, each (address, end, name), share a byte; sorts them."""
     spans.sort()
     end, name = 0, ""
     for start, stop, other in spans:

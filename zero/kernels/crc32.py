@@ -14,14 +14,14 @@ from zero.kernels.native import load
 
 
 def crc32(data: Any, value: int = 0) -> int:
-    """Return the CRC-32 of zlib over the bytes of `data`, on the calling thread, which holds no GIL meanwhile.
+    """Return zlib's CRC-32 of the bytes of `data`, computed on the calling thread without the GIL.
 
     ``crc32(b, crc32(a))`` is that of a followed by b.
 
     Args:
         data: a contiguous object with the buffer protocol (bytes, bytearray, memoryview, mmap ...), or a contiguous
             tensor on the CPU of any dtype and shape, whose bytes are those in memory.
-        value: the checksum of what comes before, 0 of nothing.
+        value: the checksum of the preceding bytes, 0 for none.
 
     Raises:
         ValueError: for a tensor on another device, that is not contiguous or whose storage was released.
@@ -35,13 +35,13 @@ def crc32(data: Any, value: int = 0) -> int:
 
 
 def crc32_read(file: int, offset: int, target: memoryview, chunk: int) -> tuple[int, list[int]]:
-    """Read a file from byte `offset` on into `target`, and return how many bytes came, with their checksums.
+    """Read a file from byte `offset` on into `target`, and return the number of bytes read, with their checksums.
 
-    They are fewer than `target` has only where the file ends. The checksums are :func:`crc32` of each `chunk` of these
+    It is smaller than `target` only if the file ends. The checksums are :func:`crc32` of each `chunk` of these
     bytes, the last of which may be shorter, counted piece by piece while they are in the cache.
 
     Args:
-        file: a descriptor that is open for reading; its own position does not count and stays.
+        file: a descriptor that is open for reading; its own position is neither used nor changed.
         offset: in bytes, at least 0.
         target: bytes, contiguous and writable.
         chunk: in bytes, at least 1.

@@ -22,7 +22,7 @@ _THREADS_OF_PROBE = 32
 
 @functools.cache
 def _usable(index: int) -> ModuleType | None:
-    """``zero._cuda`` if device `index` can run it: an old driver or an unknown chip shows at the first launch only."""
+    """``zero._cuda`` if device `index` can run it: an old driver or an unknown chip fails only at the first launch."""
     module = load(CUDA_MODULE)
     if module is None:
         return None
@@ -41,7 +41,7 @@ def _usable(index: int) -> ModuleType | None:
 
 
 def kernels(device: torch.device) -> ModuleType | None:
-    """The compiled module when `device` is a CUDA device that runs it, else None; says once why a device does not."""
+    """The compiled module if `device` is a CUDA device that runs it, else None; logs once why a device does not."""
     return _usable(device.index) if device.type == "cuda" else None
 
 
@@ -51,21 +51,21 @@ def reads_wait(device: torch.device) -> bool:
 
 
 def launch(call: Callable[..., None], device: torch.device, *arguments: Any) -> None:
-    """Make a call of the compiled module on `device` and torch's current stream there."""
+    """Call a function of the compiled module on `device` and torch's current stream there."""
     stream = torch.cuda.current_stream(device).cuda_stream
     if torch.cuda.current_device() == device.index:
         call(*arguments, device.index, stream)
         return
-    # The call sets the current device, in a copy of the CUDA runtime that torch knows nothing of.
+    # The call sets the current device, in a copy of the CUDA runtime that torch does not know.
     with torch.cuda.device(device):
         call(*arguments, device.index, stream)
 
 
 def pin_host(address: int, nbytes: int, device: torch.device) -> Callable[[], None]:
-    """Register host memory, whole pages from `address` on, with CUDA; returns what ends that, for any thread to call.
+    """Register host memory, whole pages from `address` on, with CUDA; returns a function to undo it, for any thread.
 
-    Copies between it and any device of this process then run by themselves. `device` must be there; a call takes
-    time for every page. Raises RuntimeError, with CUDA's text, where the memory cannot be registered.
+    Copies between it and any device of this process are then asynchronous. `device` must exist; a call takes
+    time for every page. Raises RuntimeError, with CUDA's text, if the memory cannot be registered.
     """
     module, index = load(CUDA_MODULE), device.index
     if module is None:

@@ -1,7 +1,7 @@
-"""The optimizers that the fused step computes: their hyperparameters, and what they keep per element.
+"""The optimizers that the fused step computes: their hyperparameters, and their states per element.
 
 The formulas themselves are written twice: in csrc/step_math.h for the compiled kernels, and in zero/kernels/step.py as
-plain torch. An object here says which one with which numbers. A new one is made when a number changes (the learning
+plain torch. An object here names a formula with its numbers. A new one is made when a number changes (the learning
 rate does in every step), so it holds nothing else, and needs no torch.
 """
 
@@ -24,7 +24,7 @@ Native: TypeAlias = tuple[int, float, float, float, float, float, float, float, 
 
 
 class _Checked:
-    """What all formulas have in common: their numbers are finite and not negative, betas below 1."""
+    """The check of all formulas: their numbers are finite and not negative, betas below 1."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -159,13 +159,13 @@ class Adagrad(_Checked):
 
 @dataclass(frozen=True)
 class Muon(_Checked):
-    """Muon as in ``torch.optim.Muon`` (K. Jordan, 2024), which is no fused step: zero/optim/matrix.py.
+    """Muon as in ``torch.optim.Muon`` (K. Jordan, 2024), which is not a fused step: see zero/optim/matrix.py.
 
     Args:
-        lr: learning rate, before it follows the shape of a matrix.
+        lr: learning rate, before the adjustment to the shape of a matrix.
         momentum: decay of ``momentum_buffer``.
         weight_decay: decoupled; 0 for none.
-        eps: the least norm that a matrix is divided by.
+        eps: the smallest norm that a matrix is divided by.
         ns_steps: Newton-Schulz iterations, below 100.
         beta2: of NorMuon, decay of the mean square of each row, in [0, 1).
     """
@@ -228,9 +228,9 @@ FORMULAS: Mapping[str, Callable[[Hyperparameters], Formula | Muon]] = {
 
 
 def formats_of(kind: str, params: Arguments, compute_dtype: str, groups: Sequence[Hyperparameters] = ()) -> Formats:
-    """How the state of optimizer `kind`, a key of FORMULAS, is kept with these arguments beside such parameters.
+    """How the state of optimizer `kind`, a key of FORMULAS, is kept with these arguments and this dtype of parameters.
 
-    `groups`: the parameter groups, where these do not keep the same.
+    `groups`: the parameter groups, if they keep different states.
     """
     master, moments = (params.zero.master, params.zero.moments) if params.zero else (None, "fp32")
     master = master or ("remainder" if compute_dtype == "bf16" else "fp32")

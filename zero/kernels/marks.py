@@ -1,4 +1,4 @@
-"""Which elements have changed: marks, one bit each, of element i bit i % 8 of byte i // 8; and updates made of them."""
+"""Marks of changed elements, one bit each: element i is bit i % 8 of byte i // 8; and updates made from them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 22  # elements that are looked at at a time; a multiple of 8
+_CHUNK = 1 << 22  # elements compared at a time; a multiple of 8
 
 
 def nbytes(numel: int) -> int:
-    """Bytes of the marks of so many elements."""
+    """Bytes of the marks of `numel` elements."""
     return -(-numel // 8)
 
 
 def mark(marks: Tensor, before: Tensor, now: Tensor) -> None:
-    """Set those of `marks` (uint8) whose elements differ in any bit between two tensors [n] of one dtype."""
+    """Set the bits of `marks` (uint8) whose elements differ in any bit between two tensors [n] of one dtype."""
     kind = _BITS[now.element_size()]
     for start in range(0, now.numel(), _CHUNK):
         part = slice(start, start + _CHUNK)
@@ -33,16 +33,16 @@ def pack(flags: Tensor) -> Tensor:
 
 
 def unpack(marks: Tensor, numel: int) -> Tensor:
-    """The elements that are marked, as bool [numel]."""
+    """The marked elements, as bool [numel]."""
     shifts = torch.arange(8, dtype=torch.uint8, device=marks.device)
     return ((marks.unsqueeze(1) >> shifts) & 1).view(-1)[:numel].bool()
 
 
 class Changes:
-    """What has changed in one shard since this was made.
+    """The changes in one shard since this object was made.
 
     steps: marks of the optimizer's steps, uint8 [nbytes(numel)] on `device`, or None before the first;
-    all:   somebody else has written into it.
+    all:   something other than a step has written into the shard.
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
@@ -52,16 +52,16 @@ class Changes:
         self._device = device
 
     def marks(self) -> Tensor:
-        """Those of the steps, for one that runs."""
+        """The marks of steps, for a running one to set."""
         if self.steps is None:
             self.steps = torch.zeros(nbytes(self._numel), dtype=torch.uint8, device=self._device)
         return self.steps
 
 
 class WeightUpdate(NamedTuple):
-    """What has changed of one parameter or buffer.
+    """The changed elements of one parameter or buffer.
 
-    where:  int32 [k]: the indices of its elements, as it lies flat; uint8 [numel / 8, rounded up]: bit i % 8 of byte
+    where:  int32 [k]: their indices in the flattened tensor; uint8 [numel / 8, rounded up]: bit i % 8 of byte
             i // 8 is set where element i has changed, k of them; None: all may have;
     values: those elements [k] in order, or the whole tensor.
     """
@@ -72,7 +72,7 @@ class WeightUpdate(NamedTuple):
 
     @torch.no_grad()
     def apply_to(self, tensor: Tensor) -> None:
-        """Write it into a copy of the tensor as it was, contiguous, of any dtype and on any device."""
+        """Write it into a copy of the earlier tensor, contiguous, of any dtype and on any device."""
         values = self.values.to(tensor.device, tensor.dtype)
         if self.where is None:
             tensor.copy_(values)

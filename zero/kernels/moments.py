@@ -1,19 +1,19 @@
 """Moments of an optimizer in fp32, in bf16 or in 8 bit: how they are stored, rounded and read.
 
 bf16 is rounded stochastically (Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015): up with the
-probability that keeps the mean. A second moment moves by 1e-3 of itself in a step, and rounding to nearest would lose
+probability that keeps the mean. A second moment changes by 1e-3 of itself in a step; rounding to nearest would lose
 that.
 
 8bit has one fp32 scale for each block of 256 elements (after Dettmers et al., "8-bit Optimizers via Block-wise
 Quantization", ICLR 2022), here a power of two, and codes that are small floats: sign, 4 bits exponent, 3 bits mantissa,
-or 5 and 3 bits for what is never negative. Encoding is a subtraction and a shift of the fp32 pattern, rounded
-stochastically as well. What is below the smallest code becomes zero where there are signs. Where there are none it
+or 5 and 3 bits for states that are never negative. Encoding is a subtraction and a shift of the fp32 pattern, rounded
+stochastically as well. A value below the smallest code becomes zero in signed states. In unsigned ones it
 becomes that code: the root of a second moment is a divisor. A block with an element that is not finite, or not below
 1.875 x 2^127, reads as NaN from then on, never as zeros.
 
 Random bits are a function of (key, step, element index), not of a generator's state: splitmix64 (Steele, Lea & Flood,
-OOPSLA 2014) per block of 256, lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018) per element. So a run
-repeats, and no cut into shards or threads changes it.
+OOPSLA 2014) per block of 256, lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018) per element. So runs
+are repeatable, however they are cut into shards and threads.
 
 Plain torch on any device, exact integer operations; the compiled steps do the same (csrc/format_math.h).
 """
@@ -86,7 +86,7 @@ def _per_element(of_block: Tensor, numel: int) -> Tensor:
 
 
 def _lowest(signed: bool) -> int:
-    """How many powers of two the smallest code lies below the scale."""
+    """How many powers of two the smallest code is below the scale."""
     return 15 if signed else 31
 
 
@@ -97,8 +97,8 @@ def _to_8bit(x: Tensor, signed: bool, random16: Tensor | int) -> tuple[Tensor, T
     padded = size.new_zeros(blocks_of(x.numel()) * BLOCK)
     padded[: x.numel()] = size
     largest = padded.view(-1, BLOCK).amax(1)
-    # What comes within half a code of the next power of two takes that. So no code overflows, and a maximum that grows
-    # by less than a code in each step is not held where it is.
+    # A maximum within half a code of the next power of two uses that. So no code overflows, and a maximum that grows
+    # by less than a code in each step still grows.
     exponent = ((largest + 0x100000) >> 23).clamp(max=255)
     code = size - _per_element((exponent - _lowest(signed)) << 23, x.numel())
     code += random16 << 4
@@ -159,7 +159,7 @@ class Moment:
     def filled(
         cls, numel: int, format: str, value: float = 0.0, device: torch.device | str = "cpu", signed: bool = True
     ) -> Moment:
-        """A new one with all elements ``value``, rounded as by :meth:`write`."""
+        """A new moment with all elements ``value``, rounded as by :meth:`write`."""
         if format not in FORMATS:
             raise ValueError(f"format: got {format!r}; wanted one of {', '.join(FORMATS)}")
         values = torch.zeros(numel, dtype=_DTYPE_OF[format], device=device)
@@ -180,10 +180,10 @@ class Moment:
 
     @torch.no_grad()
     def decode(self, signed: bool) -> Tensor:
-        """The elements as float32 [n]: the values themselves, not a copy, when that is what they are.
+        """The elements as float32 [n]: the values themselves, not a copy, if they are float32.
 
         Args:
-            signed: whether they can be negative; it says what the codes of "8bit" mean.
+            signed: whether they can be negative, which decides the meaning of "8bit" codes.
         """
         if self.scales is not None:
             return _from_8bit(self.values, self.scales, signed)
@@ -194,9 +194,9 @@ class Moment:
         """Replace all elements.
 
         Args:
-            values: shape [n], float32 (or float64 where this one is).
+            values: shape [n], float32 (or float64 if this moment is).
             signed: whether they can be negative.
-            random16: int64 [n] in [0, 2^16), rounds up with the probability that it is large enough; None rounds to
+            random16: int64 [n] in [0, 2^16), random bits for stochastic rounding; None rounds to
                 nearest, ties away from zero.
         """
         bits = NEAREST if random16 is None else random16
@@ -213,7 +213,7 @@ class Moment:
         """The elements from ``start`` on, as a view.
 
         Raises:
-            ValueError: where the span is not inside, or, with "8bit", does not begin and end on a block's boundary
+            ValueError: if the span is not inside, or, with "8bit", does not begin and end on a block's boundary
                 (it may end with the last element).
         """
         stop = start + numel

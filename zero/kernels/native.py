@@ -1,4 +1,4 @@
-"""The compiled kernels, if they are there: ``zero._cpu`` and ``zero._cuda``, each found once per process.
+"""The compiled kernels, if they exist: ``zero._cpu`` and ``zero._cuda``, each looked up once per process.
 
 Each kernel in this package runs compiled on contiguous tensors of float32, bfloat16 or float16, on the CPU and on CUDA
 devices, and otherwise (other devices, float64, no compiled module) as a sequence of torch operations that gives the
@@ -14,8 +14,7 @@ from types import ModuleType
 
 import torch
 
-# Codes of csrc/cpu_kernels.h and csrc/cuda_kernels.cuh. Reading them is the test "has the compiled module a kernel for
-# this dtype".
+# Codes of csrc/cpu_kernels.h and csrc/cuda_kernels.cuh. The compiled module has kernels for the dtypes in this table.
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_TENSOR = -1
 RECORDS_TO = 3  # and the code of their sum: of rows that are messages in 8 bits (zero/kernels/wire.py)
@@ -35,7 +34,7 @@ _MISSING = {
 
 @functools.cache
 def _find(name: str) -> tuple[ModuleType | None, str | None]:
-    """The module of this name, or what to say where it is missing."""
+    """The module of this name, or the message if it is missing."""
     try:
         return importlib.import_module(name), None
     except ImportError as error:
@@ -46,8 +45,8 @@ def _find(name: str) -> tuple[ModuleType | None, str | None]:
 def load(name: str = CPU_MODULE) -> ModuleType | None:
     """Return the module of compiled CPU kernels, or that of CUDA kernels, or None when it is missing.
 
-    The first call of a process that finds it missing says so on the logger ``zero``; later calls are silent. Importing
-    the CUDA kernels touches no device; they are asked for where there are CUDA tensors.
+    The first call of a process that finds it missing logs that to ``zero``; later calls are silent. Importing
+    the CUDA kernels touches no device; they are loaded only for CUDA tensors.
     """
     module, missing = _find(name)
     if missing is not None:
@@ -56,7 +55,7 @@ def load(name: str = CPU_MODULE) -> ModuleType | None:
 
 
 def missing_text(name: str = CPU_MODULE) -> str | None:
-    """Why there are no such kernels, what runs instead and how to get them; None when they are there."""
+    """Why these kernels are missing, what runs instead and how to get them; None if they exist."""
     return _find(name)[1]
 
 

@@ -1,8 +1,8 @@
-"""Newton-Schulz iterations: the nearest (almost) orthogonal matrix, as Muon wants it.
+"""Newton-Schulz iterations: the nearest (almost) orthogonal matrix, for Muon.
 
 The quintic iteration is that of K. Jordan, "Muon" (2024), as ``torch.optim.Muon`` has it. The Gram form iterates on
-the small square ``X X^T`` and multiplies the wide matrix three times only ("Gram Newton-Schulz", tridao.me, 2026);
-it begins anew after two steps, which keeps it exact enough in 16 bits.
+the small square ``X X^T`` and multiplies the wide matrix only three times ("Gram Newton-Schulz", tridao.me, 2026);
+it restarts after two steps, which keeps it exact enough in 16 bits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def newton_schulz(
         matrices: shape [k, rows, cols], any floating dtype.
         coefficients: a, b, c of ``a X + b (X X^T) X + c (X X^T)^2 X``.
         steps: how many iterations.
-        eps: the least that a matrix is divided by, which is otherwise its Frobenius norm.
-        dtype: in which to compute.
+        eps: the smallest divisor of a matrix, which is otherwise its Frobenius norm.
+        dtype: that of the computation.
 
     Returns:
         shape [k, rows, cols], in ``dtype``.

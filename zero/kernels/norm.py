@@ -1,4 +1,4 @@
-"""Sum of squares of a contiguous tensor in fp64, which is also the test whether all its elements are finite."""
+"""Sum of squares of a contiguous tensor in fp64, which also tests whether all its elements are finite."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def sum_squares(tensor: Tensor, threads: int | None = None) -> float:
 
     The result is inf or NaN exactly when an element is (float64 tensors apart, whose squares can overflow). The
     compiled kernels add in a fixed structure: blocks of 4096 elements, in each 16 lanes (element i to lane i % 16)
-    folded as a tree; then 1024 lanes (block b to lane b % 1024, in order) folded as a tree. So the result depends on no
-    instruction set, number of threads or chip, and is the same on the CPU and on CUDA.
+    folded as a tree; then 1024 lanes (block b to lane b % 1024, in order) folded as a tree. So the result is
+    the same for every instruction set, number of threads and chip, on the CPU and on CUDA.
 
     Args:
         tensor: contiguous, any shape; compiled for float32, bfloat16 and float16 on the CPU and on CUDA devices. 0.0
@@ -46,7 +46,7 @@ def sum_squares(tensor: Tensor, threads: int | None = None) -> float:
 def sum_squares_reference(tensor: Tensor) -> float:
     """:func:`sum_squares` as plain torch operations, on any device; waits for the device.
 
-    Additions come in the order torch likes, so it agrees with the kernel to about 1e-13, relative.
+    Torch chooses the order of additions, so it agrees with the kernel only to about 1e-13, relative.
     """
     address_of("tensor", tensor, FLOATING)
     return _total(tensor).item()
@@ -63,8 +63,8 @@ def _total(tensor: Tensor) -> Tensor:
 def sum_squares_into(tensor: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
     """Write the sum of the squares of all elements to `out`, or add it, without waiting for the device.
 
-    The structure of the additions is that of :func:`sum_squares`. Calls that accumulate, to have one number for several
-    shards, add in the order of the calls.
+    The structure of the additions is that of :func:`sum_squares`. Calls that accumulate one number for several
+    shards add in the order of the calls.
 
     Args:
         tensor: contiguous, any shape; compiled for float32, bfloat16 and float16.

@@ -1,4 +1,4 @@
-"""fp32 numbers kept as their bf16 rounding, which is the parameter, and the 16 bits that it lacks, the remainder.
+"""fp32 numbers stored as their bf16 rounding, which is the parameter, and the missing 16 bits, the remainder.
 
 Of the fp32 pattern u the parameter is the upper half, rounded: ``P = (u + 0x8000) >> 16``. The remainder is the lower
 half. The carry that rounding sent up is the lower half's top bit, so ``((P - carry) << 16) | low`` gives u back. So the
@@ -8,7 +8,7 @@ Ties go away from zero. With ties to even, as elsewhere in torch, an even P woul
 than 16 bits can tell apart. The same rounding is used for every bf16 parameter copy of a step, so that training with
 either kind of master gives the same parameters. NaN becomes 0x7FC00000 first: others could carry into inf or zero.
 
-A parameter that was written from outside has the remainder 0: the master is then exactly what was written.
+A parameter that was written from outside has the remainder 0: the master is then exactly the written value.
 
 Plain torch on any device; the compiled steps do the same (csrc/format_math.h).
 """
@@ -20,13 +20,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 17  # elements worked on at a time on a CPU, whose cache they stay in
+_CHUNK = 1 << 17  # elements per pass on a CPU, to stay in its cache
 
 
 def clean_bits(x: Tensor) -> Tensor:
-    """The patterns of float32 numbers, any shape, as int32, to be read only; every NaN becomes 0x7FC00000."""
+    """The patterns of float32 numbers, any shape, as read-only int32; every NaN becomes 0x7FC00000."""
     bits = x.contiguous().view(torch.int32)
-    # A sum costs a tenth of looking at each number, and is NaN if one of them is. On a GPU it would be waited for.
+    # A sum costs a tenth of a test of each number, and is NaN if one of them is. On a GPU the host would wait for it.
     if x.device.type == "cpu" and not x.sum().isnan():
         return bits
     return bits.masked_fill(x.isnan(), 0x7FC00000)

@@ -1,4 +1,4 @@
-"""An unnamed file for data that no one needs once the process is gone, and memory that is aligned for it."""
+"""An unnamed file for data that is not needed after the process, and memory aligned for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# What addresses, sizes and places in a file are multiples of, in bytes: O_DIRECT asks for the size of a sector or of a
-# page, and there are drives with sectors of this size.
+# Addresses, sizes and offsets in a file are multiples of this, in bytes: O_DIRECT requires the size of a sector or of a
+# page, and some drives have sectors of this size.
 ALIGN = 4096
 
 
@@ -26,26 +26,26 @@ def aligned(nbytes: int) -> Tensor:
 
 
 class Descriptor:
-    """A file descriptor that is closed when the last object that needs it is gone."""
+    """A file descriptor that is closed when the last object that uses it is collected."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when Python ends
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone at interpreter exit
         close(self.fd)
 
 
 class ScratchFile:
     """An unnamed file in a folder, with its space reserved.
 
-    No other process, and no later run, can find it; its space comes back by itself when it is closed or the process
+    No other process, and no later run, can find it; its space is freed when it is closed or the process
     ends, however that happens.
 
     Args:
-        folder: where it is; must exist.
-        nbytes: size, rounded up to a multiple of ALIGN. What was never written reads as zeros.
+        folder: its folder; must exist.
+        nbytes: size, rounded up to a multiple of ALIGN. Bytes never written read as zeros.
         name: for messages: `path` is ``folder / name``, which does not exist.
-        direct: read and write past the page cache (O_DIRECT). Where the file system has no such thing the attribute
+        direct: read and write past the page cache (O_DIRECT). If the file system does not support it, the attribute
             `direct` is False.
 
     Raises:
@@ -67,7 +67,7 @@ class ScratchFile:
 
     @property
     def descriptor(self) -> Descriptor:
-        """What keeps the file open; ValueError once it is closed."""
+        """The object that keeps the file open; ValueError once it is closed."""
         if self._descriptor is None:
             raise ValueError(f"file: got {self.path}, which is closed; wanted an open one")
         return self._descriptor
@@ -88,17 +88,17 @@ def _unnamed(folder: Path) -> int:
         try:
             return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            # Not of this file system, or (the last) not of this kernel.
+            # Not supported by this file system, or (the last) by this kernel.
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR):
                 raise
-    # Listed for a moment, empty, and under a name that nothing ever opens again.
+    # Listed for a moment, empty, and under a name that is never opened again.
     fd, name = tempfile.mkstemp(prefix=".zero-", suffix=".scratch", dir=folder)
     os.unlink(name)
     return fd
 
 
 def _set_direct(fd: int) -> bool:
-    """Switch O_DIRECT on; whether the file system takes it."""
+    """Switch O_DIRECT on; returns whether the file system supports it."""
     if not hasattr(os, "O_DIRECT"):
         return False
     try:
@@ -111,10 +111,10 @@ def _set_direct(fd: int) -> bool:
 
 
 def _reserve(fd: int, folder: Path, nbytes: int) -> None:
-    """Make the file `nbytes` long, with space on the drive where the file system can promise it."""
+    """Make the file `nbytes` long, with reserved space if the file system supports that."""
     system = os.fstatvfs(fd)
     free = system.f_bavail * system.f_frsize
-    # Asked before it is tried: trying would fill the drive for a moment, and fail other programs that write there.
+    # Checked before it is tried: trying would fill the drive for a moment, and other programs' writes would fail.
     code = errno.ENOSPC if nbytes > free and system.f_blocks > 0 else _allocate(fd, nbytes)
     if code == 0:
         return
@@ -125,7 +125,7 @@ def _reserve(fd: int, folder: Path, nbytes: int) -> None:
 
 
 def _allocate(fd: int, nbytes: int) -> int:
-    """fallocate(2), and 0 or an errno. Not posix_fallocate(3), which without a promise to be had writes every page."""
+    """fallocate(2); returns 0 or an errno. Not posix_fallocate(3), whose fallback writes every page."""
     if nbytes == 0:
         return 0
     libc = ctypes.CDLL(None, use_errno=True)

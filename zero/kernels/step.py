@@ -49,7 +49,7 @@ _STATES, _SCALES, _NARROW = tuple(_STATE_CODES), (torch.float32,), tuple(DTYPE_C
 
 
 def _check_counters(step: int, key: int, first: int) -> None:
-    """Raise the ValueError of :func:`step` that is due for its counters, if one is."""
+    """Raise the ValueError of :func:`step` for wrong counters."""
     if not 1 <= step < 1 << 63:
         raise ValueError(f"step: got {step}; wanted an integer counted from 1")
     if not 0 <= key < 1 << 63:
@@ -93,9 +93,9 @@ def kernel_arguments(
     first: int,
     marks: Tensor | None,
 ) -> tuple | None:
-    """The shard as ``_cpu.step`` takes it, with the address of `marks` if there are; None where no kernel applies.
+    """The shard as ``_cpu.step`` takes it, with the address of `marks` if given; None if no kernel applies.
 
-    Raises the ValueError of :func:`step` that is due, if one is.
+    Raises the ValueErrors of :func:`step`.
     """
     if not isinstance(formula, Formula):
         raise ValueError(f"formula: got {type(formula).__name__}; wanted one of zero.kernels.formulas")
@@ -147,13 +147,13 @@ def step(
             ``param``. Updated.
         moments: the formula's states in the order of its ``state_names``, [n] each, all of one format. Updated.
             Beside a float64 master they are float64.
-        grad: shape [n], float32, bfloat16 or float16. Read only, and so not scaled in place.
+        grad: shape [n], float32, bfloat16 or float16. Read only, so not scaled in place.
         param: shape [n], float32, bfloat16 or float16. Gets the new parameters rounded to its dtype, to nearest (ties
             to even, but in bfloat16 away from zero); None when ``master`` is the parameter. Beside a remainder it is
             bfloat16, and read as well.
         step: which step this is, counted from 1.
         grad_scale: the one factor on the gradient: unscaling times clipping; 1.0 for none. Or one float64 number on the
-            master's device, NaN to leave everything as it is: kernels read it there, so that nobody waits for it.
+            master's device, NaN to change nothing: kernels read it there, so that the host need not wait for it.
         key: which unit this is, for the random bits that round moments in bf16 and 8bit; two units with one key would
             be rounded by the same bits.
         first: index of the first element in the unit, a multiple of 256: so a shard, and every piece of it, is rounded
@@ -161,14 +161,14 @@ def step(
         threads: how many threads share the work on a CPU; None for torch's number. No bit depends on it.
         marks: uint8 [n / 8, rounded up]; the bit of each element (zero/kernels/marks.py) whose parameter changes in any
             bit is set, others stay: of ``param``, or of ``master`` where that is None.
-        compiled: False for plain torch operations, on any device: what runs where there is no kernel, and the oracle of
+        compiled: False for plain torch operations, on any device: the fallback without kernels, and the oracle of
             the tests. They give the same bits, but for float64 masters (up to the payload of a NaN).
 
     With kernels the tensors are written through their addresses: autograd's version counters do not move.
 
     Raises:
-        ValueError: for tensors that differ in size or device, overlap, are not 1-D and contiguous or of another dtype,
-            or whose storage was released; and for counters out of range. Nothing was written then.
+        ValueError: for tensors that differ in size or device, overlap, are not 1-D and contiguous, have another dtype,
+            or have a released storage; and for counters out of range. Nothing was written then.
     """
     _check_counters(step, key, first)
     shard = kernel_arguments(formula, master, moments, grad, param, key, first, marks)

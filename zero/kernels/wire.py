@@ -59,7 +59,7 @@ def decode(message: Tensor, out: Tensor) -> Tensor:
 
 
 def sum_messages(rows: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
-    """As :func:`zero.kernels.bucket.sum_rows`, of messages: their elements are added in fp32, first to last."""
+    """As :func:`zero.kernels.bucket.sum_rows`, for messages: their elements are added in fp32, first to last."""
     addresses = [address_of("out", out, FLOATING)]
     for index, row in enumerate(rows):
         addresses.append(address_of(f"rows[{index}]", row, (torch.uint8,), (wire_nbytes(out.numel()),), out.device))

@@ -1,4 +1,4 @@
-"""What ranks send each other, by operation or by unit: how often, how many bytes, how long (`comms_logger`)."""
+"""Messages between ranks, by operation or by unit: number, bytes and time (`comms_logger`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero.monitor.module_calls import Stamp, ended, seconds
 from zero.watchdog.events import Events
 from zero.watchdog.rank_status import Collective
 
-# DeepSpeed's names of operations, as `prof_ops` has them, and what they are here.
+# DeepSpeed's names of operations, as in `prof_ops`, and ours.
 _NAMES = {
     "all_gather": ("gather", "replica gather"),
     "all_gather_into_tensor": ("gather", "replica gather"),
@@ -27,9 +27,9 @@ class Traffic:
     """The collectives of one operation, or of one unit, of this rank so far.
 
     sent:     bytes that left the rank in them;
-    seconds:  from the begin of each until it was waited for, which is when it was over, or later: what overlaps is in
-              it, so that `bus` is the least that it can have been;
-    exposed:  what of that the rank stood still for.
+    seconds:  from the begin of each until a wait for it ended, at its end or later: this includes
+              overlap, so `bus` is a lower bound;
+    exposed:  the part of that in which the rank stood still.
     """
 
     count: int = 0
@@ -39,7 +39,7 @@ class Traffic:
 
     @property
     def bus(self) -> float:
-        """Bus bandwidth in bytes/s, as nccl-tests (doc/PERFORMANCE.md) has it: what one link of a rank carries.
+        """Bus bandwidth in bytes/s, as in nccl-tests (doc/PERFORMANCE.md): the load of one link of a rank.
 
         There all-gather and reduce-scatter of S bytes over n ranks have S / t x (n - 1) / n, and a broadcast S / t:
         with the bytes that leave a rank, `sent` / t. An all-reduce, 2 (n - 1) / n, is the sum of two of these here.
@@ -48,7 +48,7 @@ class Traffic:
 
 
 class CommsLog:
-    """Notes the collectives of one engine's rank from now on, and writes a table of them."""
+    """Records the collectives of one engine's rank from now on, and writes a table of them."""
 
     def __init__(self, section: CommsLogger, events: Events) -> None:
         self._all, self._verbose = section.prof_all, section.verbose
@@ -59,7 +59,7 @@ class CommsLog:
         self.close = events.subscribe(waited=self._waited)
 
     def traffic(self, by_unit: bool = False) -> dict[str, Traffic]:
-        """What was waited for so far, by operation or by unit ("" has what concerns no unit)."""
+        """The collectives waited for so far, by operation or by unit ("" for those of no unit)."""
         self._count()
         sums: dict[str, Traffic] = {}
         for (operation, unit), each in self._traffic.items():
@@ -95,7 +95,7 @@ class CommsLog:
 
 
 def table(traffic: Mapping[str, Traffic], what: str) -> str:
-    """The collectives of this rank in lines, those that take longest first; `what` they are listed by."""
+    """The collectives of this rank in lines, the longest first; `what` is the heading of the names."""
     rows = [f"{what:<28} {'count':>8} {'MB sent':>10} {'ms':>10} {'waited ms':>10} {'bus GB/s':>9}"]
     for name, each in sorted(traffic.items(), key=lambda item: -item[1].seconds):
         times = f"{1e3 * each.seconds:>10,.1f} {1e3 * each.exposed:>10,.1f}"

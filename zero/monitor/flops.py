@@ -23,9 +23,9 @@ from zero.monitor.module_calls import ModuleCalls, Stamp, now, seconds
 
 @dataclass
 class Row:
-    """One module with all that is inside: FLOPs and seconds of its forward passes in a step, over all micro-batches.
+    """One module with everything inside: FLOPs and seconds of its forward passes in a step, over all micro-batches.
 
-    called: it was itself; one that is not, as a ModuleList, has the sums of those in it.
+    called: its own forward ran; otherwise, as for a ModuleList, it has the sums of the modules inside.
     """
 
     path: str
@@ -37,17 +37,17 @@ class Row:
 
     @property
     def depth(self) -> int:
-        """How many modules it lies in."""
+        """How many modules contain it."""
         return self.path.count(".") + 1 if self.path else 0
 
 
 class FlopsProfile:
-    """The section `flops_profiler` on one rank: one step is counted, the next one timed; then there is the table.
+    """The section `flops_profiler` on one rank: one step is counted, the next one timed; then the table is written.
 
     FLOPs are those of `torch.utils.flop_counter`: 2mkn for a product of [m, k] and [k, n], attention and convolutions.
 
     rows:       by path in the model, the root first;
-    forward:    FLOPs of forward passes with gradients; recomputed: of what ran again in a backward; apart: of forward
+    forward:    FLOPs of forward passes with gradients; recomputed: of forwards in a backward; apart: of forward
                 passes without gradients; total: all of the step, backward passes included.
     """
 
@@ -59,7 +59,7 @@ class FlopsProfile:
         peak: Callable[[], float],
         formulas: Mapping[Any, Callable[..., int]],
     ) -> None:
-        """`peak`: gives the FLOP/s that the device reaches at most; `formulas`: of operators without one in torch."""
+        """`peak`: returns the device's peak FLOP/s; `formulas`: of operators without one in torch."""
         self._formulas = dict(formulas)
         self.forward = self.recomputed = self.apart = self.total = 0
         self.rows: dict[str, Row] = {}
@@ -74,8 +74,8 @@ class FlopsProfile:
         self._todo = ["count", "time", "print"]
 
     def mfu(self, took: float) -> float | None:
-        """The part of the device's peak that a step of `took` seconds reaches (PaLM, appendix B); None before it is
-        known. What is recomputed does not count.
+        """The fraction of the device's peak that a step of `took` seconds reaches (PaLM, appendix B); None before it is
+        known. Recomputation does not count.
         """
         return self.model / took / self._peak() if self.total else None
 
@@ -90,7 +90,7 @@ class FlopsProfile:
         return self.forward + self.backward
 
     def step_ended(self, step: int, took: float) -> None:
-        """The step with this number, 0 at the start, is over; it `took` so many seconds."""
+        """Record the end of the step with this number, 0 at the start, after `took` seconds."""
         if not self._todo or step < self._section.profile_step:
             return
         todo = self._todo.pop(0)
@@ -106,7 +106,7 @@ class FlopsProfile:
             self._calls.watch(self._module.get_submodule(path), functools.partial(self._following, row))
 
     def close(self) -> None:
-        """The run ends; what was counted and not told is."""
+        """End the run; writes the table if it was not written yet."""
         self._stop()
         if self._todo == ["print"]:
             self._print(0.0)
@@ -142,7 +142,7 @@ class FlopsProfile:
                     setattr(self, kind, getattr(self, kind) + flops)
 
     def _print(self, took: float) -> None:
-        for row in reversed(self.rows.values()):  # what lies in a module comes after it
+        for row in reversed(self.rows.values()):  # a module comes before those inside it
             above = self.rows[row.path.rpartition(".")[0]]
             if row.path and not above.called:
                 above.forward, above.seconds = above.forward + row.forward, above.seconds + row.seconds
@@ -171,7 +171,7 @@ class FlopsProfile:
 
 
 def written(path: Path, text: str) -> bool:
-    """Write a file, and the folders that it lies in; where that fails it is warned of, and the run goes on."""
+    """Write a file, and make its folders; a failure is only a warning."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="utf-8")
@@ -187,13 +187,13 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024) -> f
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        (left @ right)[0, 0].item()  # which waits for a GPU
+        (left @ right)[0, 0].item()  # waits for a GPU
         times.append(time.perf_counter() - start)
     return 2 * size**3 / min(times)
 
 
 def si(number: float) -> str:
-    """Such as "1.23 G"; a unit follows."""
+    """The number as in "1.23 G", to be followed by a unit."""
     prefixes = " kMGTP"
     power = min(int(math.log10(max(1, number)) // 3), len(prefixes) - 1)
     return f"{number / 1000**power:.3g} {prefixes[power].strip()}"

@@ -1,4 +1,4 @@
-"""`engine.monitor`: what the run tells goes to a list of sinks, from a thread of its own; no failure ends the run."""
+"""`engine.monitor`: a separate thread writes a run's reports to a list of sinks; no failure ends the run."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from zero.log import logger, rank_zero
 from zero.monitor.page_at_end import make_page
 from zero.monitor.run_folder import RunFolder, numbered
 from zero.monitor.sinks import SINKS, Sink
-from zero.monitor.step_report import Event, Line, Told
+from zero.monitor.step_report import Event, Line, ReportItem
 from zero.watchdog.rank_status import RankStatus
 
 _PATIENCE = 60.0  # seconds that the end of a run waits for sinks
-_QUIET = 1.0  # seconds in which nothing was told, after which it is looked what the rank does
+_QUIET = 1.0  # seconds without a report, after which the rank's current activity is read
 _FLUSH_EVERY = 5.0  # seconds
 
 
 class Monitor:
-    """Hands on what is told to the run folder of this rank, and on rank 0 to the sinks of events.
+    """Passes reports to the run folder of this rank, and on rank 0 to the sinks of events.
 
-    Where nothing is written to, a step does nothing for it.
-    at_end: called from the thread when all that was told is written and the sinks are closed.
+    Without folder and sinks, a step does nothing for it.
+    at_end: called from the thread when all reports are written and the sinks are closed.
     """
 
     def __init__(self, status: RankStatus) -> None:
-        """`status`: what this rank does."""
+        """`status`: the activity of this rank."""
         self._rank = status.rank
         self._writer = _Writer(status)
         self.at_end = self._writer.at_end
         self._end = weakref.finalize(self, _end, self._writer)
-        self._end.atexit = False  # but before the libraries of sinks end, see `_make`
+        self._end.atexit = False  # it runs before the libraries of sinks end, see `_make`
 
     @property
     def enabled(self) -> bool:
@@ -48,9 +48,9 @@ class Monitor:
         return bool(self._writer.sinks)
 
     def open(self, config: Config, run: Callable[[], Mapping[str, Any]], number: int) -> None:
-        """Open what the JSON asks for; what fails is warned of and left out.
+        """Open the sinks of the JSON; one that fails is left out with a warning.
 
-        `run` makes what stands in run.json; `number`, of the run folder, is one for all ranks.
+        `run` returns the contents of run.json; `number` is that of the run folder, the same on all ranks.
         """
         given, put = config.zero.report, self._writer.queue.put
         if given is not None:
@@ -67,7 +67,7 @@ class Monitor:
                 self._make(key, functools.partial(make, section))
 
     def add(self, sink: Sink) -> None:
-        """Give the events of each step to `sink.write_events`, too; ranks other than 0 give nothing.
+        """Also pass the events of each step to `sink.write_events`; only on rank 0.
 
         Raises TypeError for an object without that method.
         """
@@ -77,17 +77,17 @@ class Monitor:
             self._make(f"{type(sink).__name__} at {id(sink):#x}", lambda: sink)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Have the sinks write (name, value, samples so far) of each; returns at once, and does nothing off rank 0."""
+        """Write events (name, value, samples so far) to the sinks; returns at once, and does nothing off rank 0."""
         if self._rank == 0:
             self.tell(Line(told=list(event_list)))
 
-    def tell(self, told: Told) -> None:
-        """Have it written soon."""
+    def tell(self, told: ReportItem) -> None:
+        """Queue a report for the thread."""
         if self.enabled:
             self._writer.queue.put(told)
 
     def close(self) -> None:
-        """The run ends: wait until all is written, for a minute at most."""
+        """End the run: wait until all is written, for a minute at most."""
         self._end()
 
     def _make(self, name: str, make: Callable[[], Any]) -> None:
@@ -97,15 +97,15 @@ class Monitor:
             logger.warning("%s: nothing is written there: %s: %s", name, type(error).__name__, error)
             return
         atexit.unregister(self._end)
-        atexit.register(self._end)  # runs before what the library of the sink has registered
+        atexit.register(self._end)  # runs before the functions that the sink's library has registered
         self._writer.start()
 
 
 class _Writer:
-    """The thread, which may outlive the engine until all is written, and what it shares with `Monitor`."""
+    """The thread, which may outlive the engine until all is written, and its state shared with `Monitor`."""
 
     def __init__(self, status: RankStatus) -> None:
-        self.queue: queue.SimpleQueue[Told | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[ReportItem | None] = queue.SimpleQueue()
         self.sinks: dict[str, Any] = {}
         self.at_end: list[Callable[[], None]] = []
         self.thread: threading.Thread | None = None
@@ -131,7 +131,7 @@ class _Writer:
             if time.monotonic() - self._flushed >= _FLUSH_EVERY:
                 self._flush()
 
-    def _phase(self) -> Told:
+    def _phase(self) -> ReportItem:
         now = self._status.record(0, 0)
         phase = {"phase": now.phase.value} | ({"waits": now.waits} if now.waits else {})
         if phase == self._said:
@@ -148,7 +148,7 @@ class _Writer:
                 logger.warning("at the end of the run: %s: %s", type(error).__name__, error)
         self.sinks.clear()
 
-    def _write(self, told: Told) -> None:
+    def _write(self, told: ReportItem) -> None:
         line, events = told.line(), told.events()
         for name, sink in list(self.sinks.items()):
             if isinstance(sink, RunFolder):
@@ -173,7 +173,7 @@ class _Writer:
 
 
 def _end(writer: _Writer) -> None:
-    """Tell that the run ends and of what, and wait until all is written."""
+    """Report the end of the run with its cause, and wait until all is written."""
     if writer.thread is None:
         return
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)

@@ -1,4 +1,4 @@
-"""The page at the end of a run, made by a process of its own, so that nothing of it is the run's."""
+"""The page at the end of a run, made by a separate process so that it cannot affect the run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PATIENCE = 30.0  # seconds that the end of a run waits for it; 10,000 steps tak
 
 
 def make_page(folder: Path) -> None:
-    """Have DIR/report.html made. A run that has failed does not wait for it; what goes wrong is one line of the log.
+    """Make DIR/report.html in another process. A failed run does not wait for it; an error is one line of the log.
 
-    To be called when the last line of rank 0, with how the run ended, is written.
+    Call it after the last line of rank 0, with the outcome of the run, is written.
     """
     if importlib.util.find_spec("bokeh") is None:
         logger.info("zero.report: pip install 'zero[report]', and zero report --run %s makes a page of it", folder)
@@ -25,12 +25,12 @@ def make_page(folder: Path) -> None:
     path = folder.resolve()
     process = subprocess.Popen(
         [sys.executable, "-m", "zero", "report", "--run", str(path)],
-        cwd=Path(__file__).parents[2],  # where this zero is found, whatever the script's folder has
+        cwd=Path(__file__).parents[2],  # so that this zero is imported, not one in the script's folder
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # goes on where the ranks of a job that has failed are killed
+        start_new_session=True,  # it survives when the ranks of a failed job are killed
     )
     if _last_line(path / "rank-0.jsonl").get("status") == "failed":
         logger.info("zero.report: %s is being made", path / "report.html")

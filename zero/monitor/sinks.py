@@ -1,4 +1,4 @@
-"""DeepSpeed's monitors: where the values of each step go, on rank 0. Each library is imported when it is used."""
+"""DeepSpeed's monitors: sinks for the values of each step, on rank 0. Each library is imported when it is used."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"
 
 
 class Sink(Protocol):
-    """Somewhere values go; the script's own may be anything with this method, and with these if it likes.
+    """A destination of values; the script's own may be any object with this method, and optionally with these.
 
-    flush(): called about every 5 seconds, where there is something to write or not. close(): at the end, after `flush`.
+    flush(): called about every 5 seconds, whether or not there are values. close(): at the end, after `flush`.
     """
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Take (name, value, samples so far) of each; called from a thread of its own, with one call at a time."""
+        """Take events (name, value, samples so far); called from a separate thread, one call at a time."""
 
 
 class CsvSink:
-    """A file for each name in `output_path`/`job_name`, with the header `step,NAME`; one that is there goes on.
+    """A file for each name in `output_path`/`job_name`, with the header `step,NAME`; an existing one is continued.
 
-    Rows are written by `flush`, so that not every value of every step opens a file.
+    `flush` writes the rows, so that not every value of every step opens a file.
     """
 
     def __init__(self, section: JobFolder) -> None:
@@ -40,7 +40,7 @@ class CsvSink:
         self._rows: dict[str, list[tuple[int, float]]] = {}  # by name
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Keep one row for the file of each name."""
+        """Queue one row for the file of each name."""
         for name, value, samples in event_list:
             self._rows.setdefault(name, []).append((samples, value))
 
@@ -55,9 +55,9 @@ class CsvSink:
 
 
 class TensorBoardSink:
-    """Torch's writer of TensorBoard's files, in `output_path`/`job_name`; what it gets goes there with `flush`.
+    """Torch's writer of TensorBoard's files, in `output_path`/`job_name`; `flush` passes the values to it.
 
-    It has a thread of its own, which each value would wake.
+    The writer has its own thread, which each value would wake.
     """
 
     def __init__(self, section: JobFolder) -> None:
@@ -68,13 +68,13 @@ class TensorBoardSink:
         self.close = self._writer.close
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Keep a scalar of each; those of a step are one record, which costs a part of what one for each does."""
+        """Queue a scalar for each; those of a step are one record, which is cheaper than one each."""
         for samples, events in itertools.groupby(event_list, lambda event: event[2]):
             values = [self._summary.Value(tag=name, simple_value=float(value)) for name, value, _ in events]
             self._kept.append((self._summary(value=values), samples, time.time()))
 
     def flush(self) -> None:
-        """Write them."""
+        """Write the queued scalars."""
         kept, self._kept = self._kept, []
         for record in kept:
             self._writer.add_summary(*record)
@@ -82,7 +82,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases: that of the script, if it has begun one."""
+    """A run of Weights & Biases: the script's own, if it has started one."""
 
     def __init__(self, section: Wandb) -> None:
         library = importlib.import_module("wandb")
@@ -92,7 +92,7 @@ class WandbSink:
             self.close = self._run.finish
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Log them together, at the step that is the samples so far."""
+        """Log them together; the step is the number of samples so far."""
         for samples in dict.fromkeys(event[2] for event in event_list):
             self._run.log({name: value for name, value, at in event_list if at == samples}, step=samples)
 
@@ -111,7 +111,7 @@ class CometSink:
         self._sent: dict[str, int] = {}
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Log a metric of each whose turn it is."""
+        """Log a metric for each name that is due."""
         for name, value, samples in event_list:
             if samples - self._sent.get(name, samples - self._interval) >= self._interval:
                 self._sent[name] = samples
@@ -127,7 +127,7 @@ SINKS: Mapping[str, Callable[[Any], Sink]] = {
 
 
 def check_installed(config: Config) -> None:
-    """Raise ValueError for a sink that is asked for whose library is not there, with the command that installs it."""
+    """Raise ValueError for an enabled sink without its library, with the command that installs it."""
     for key, package in _PACKAGES.items():
         if getattr(config, key).enabled and importlib.util.find_spec(package) is None:
             raise ValueError(

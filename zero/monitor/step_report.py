@@ -1,4 +1,4 @@
-"""What one rank tells of one optimizer step: the one value behind the log line, the monitors and the run folder."""
+"""One rank's report of one optimizer step: the value behind the log line, the monitors and the run folder."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-Event = tuple[str, float, int]  # name, value, and where on the x axis: the samples of all steps so far
+Event = tuple[str, float, int]  # name, value, and place on the x axis: the samples of all steps so far
 
 
-class Told(Protocol):
-    """Something that a run tells; it is asked for it in the thread that writes."""
+class ReportItem(Protocol):
+    """A report of a run; the writing thread calls its methods."""
 
     def line(self) -> Mapping[str, Any] | None:
-        """For the run folder, see `zero.monitor.run_folder`; None for nothing."""
+        """Its line in the run folder, see `zero.monitor.run_folder`; None for nothing."""
 
     def events(self) -> Sequence[Event]:
-        """For the monitors."""
+        """Its events for the monitors."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ def unit_norms(step: int, global_samples: int, units: Mapping[str, Sequence[floa
 
 @dataclass(frozen=True)
 class StepReport:
-    """An optimizer step that has just ended, skipped or not. None, or an empty collection: not known, or not read then.
+    """An optimizer step that has just ended, skipped or not. None, or an empty collection: unknown, or not read.
 
-    step: the engine's `global_steps` with it. time: seconds since 1970. seconds: since the end of the step before it,
-    of the first since its first forward. global_samples: of all steps so far, over all ranks.
+    step: the engine's `global_steps` including it. time: seconds since 1970. seconds: since the end of the last step,
+    for the first since its first forward. global_samples: of all steps so far, over all ranks.
     loss, samples, tokens: over all ranks on rank 0, the rank's own on the others.
     norm: of the averaged gradient before clipping. lr: of each parameter group. scale: of the loss, None outside fp16.
-    phases: seconds by name; on a GPU, which is not waited for, those that have ended since the report before.
-    waits: seconds in which the loop waited for updates beside it, in whatever phase.
+    phases: seconds by name; on a GPU, without a wait, those that have ended since the last report.
+    waits: seconds in which the loop waited for updates beside it, in any phase.
     bytes: memory by kind; read at most once a second. sent: bytes that have left the rank in the step.
-    values: what `engine.log` was given since the step before; tensors of one element are read when it is written.
+    values: passed to `engine.log` since the last step; tensors of one element are read when the report is written.
     """
 
     step: int
@@ -82,13 +82,13 @@ class StepReport:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def line(self) -> dict[str, Any]:
-        """For the run folder: what is known; a number that is not finite is None, as JSON has no other word for it."""
+        """The known values for the run folder; a number that is not finite is None, because JSON cannot express it."""
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {"values": self._read()}
         known = {name: value for name, value in values.items() if value is not None and value != () and value != {}}
         return {"event": "step", **finite(known)}
 
     def events(self) -> list[Event]:
-        """For the monitors, under DeepSpeed's names; what `engine.log` was given goes under Train/Samples/, too."""
+        """The events for the monitors, under DeepSpeed's names; also values of `engine.log`, under Train/Samples/."""
         lr = self.lr[0] if self.lr else None
         named = {"train_loss": self.loss, "lr": lr, "loss_scale": self.scale, "grad_norm": self.norm}
         named |= {f"elapsed_time_ms_{name}": seconds * 1e3 for name, seconds in self.phases.items()}
@@ -97,13 +97,13 @@ class StepReport:
         return [(f"Train/Samples/{name}", value, self.global_samples) for name, value in known]
 
     def _read(self) -> dict[str, Any]:
-        """The values as numbers, truth values or texts; waits for those on a device."""
+        """The values as numbers, booleans or texts; waits for those on a device."""
         read = {name: value.item() if hasattr(value, "item") else value for name, value in self.values.items()}
         return {name: value if isinstance(value, int | float) else str(value) for name, value in read.items()}
 
 
 def finite(value: Any) -> Any:
-    """The same with None for each number that is not finite, however deep inside."""
+    """The value with None for each number inside that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a rank does in a step as spans of time: what it computes, what it does with each unit, what it waits for."""
+"""A rank's step as spans of time: computation, work on each unit, waits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from zero.core.torch_private import backward_task
 from zero.monitor.module_calls import ModuleCalls, Stamp
 from zero.watchdog.rank_status import Collective
 
-MESSAGES = "messages"  # the stream of collectives, each from its begin until it was waited for
+MESSAGES = "messages"  # the stream of collectives, each from its begin until a wait for it ended
 GPU = "GPU stream"
-# The first word of a span's name, and what the summary counts it as.
+# The first word of a span's name, and its kind in the summary.
 KINDS = {
     **dict.fromkeys(("forward", "backward", "recompute", "kernels"), "compute"),
     "gather": "gather",
@@ -32,7 +32,7 @@ KINDS = {
 
 
 class Span(NamedTuple):
-    """What one stream (a thread, the messages, a stream of a GPU) does from `start` to `end`, in seconds."""
+    """The work of one stream (a thread, the messages, a stream of a GPU) from `start` to `end`, in seconds."""
 
     stream: str
     name: str
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What the summary counts it as."""
+        """Its kind in the summary."""
         return KINDS.get(self.name.partition(" ")[0], "other")
 
 
@@ -52,7 +52,7 @@ class Timeline:
     """
 
     def __init__(self, sharded: ShardedModule, traced: bool) -> None:
-        """`traced`: name them in the trace of torch's profiler, which runs, too."""
+        """`traced`: also name them in the trace of torch's running profiler."""
         self.spans: list[Span] = []
         self._traced = traced
         self._calls = ModuleCalls()
@@ -61,7 +61,7 @@ class Timeline:
             self._calls.watch(sharded.module.get_submodule(name), functools.partial(self._pass, name))
 
     def stop(self) -> list[Span]:
-        """Watch no more; returns the spans."""
+        """Stop recording; returns the spans."""
         self._end()
         self._calls.end()
         return self.spans
@@ -82,16 +82,16 @@ class Timeline:
         return self._span(f"{'forward' if backward_task() < 0 else 'recompute'} {name}")
 
     def _waited(self, collective: Collective, begun: Stamp, start: Stamp, end: Stamp) -> None:
-        if isinstance(end, float):  # else the streams of the GPU say it
+        if isinstance(end, float):  # else the GPU's streams show it
             name = f"{collective.direction} {collective.unit}".strip()
             self.spans.append(Span(threading.current_thread().name, f"wait {name}", start, end))
             self.spans.append(Span(MESSAGES, name, begun, end))
 
 
 def kernel_spans(events: Iterable[Any], later: float, gap: float = 20e-6) -> list[Span]:
-    """What the streams of a GPU do, of the events of torch's profiler, whose clock is `later` seconds behind.
+    """The spans of a GPU's streams from the events of torch's profiler, whose clock is `later` seconds behind.
 
-    Neighbours of one kind on a stream are one span, where less than `gap` seconds lie between them.
+    Neighbours of one kind on a stream are one span if less than `gap` seconds are between them.
     """
     spans: list[Span] = []
     last: dict[str, int] = {}  # by stream, the index of its last span
@@ -115,15 +115,15 @@ def _kernel(name: str) -> str:
 
 
 def summary(spans: Sequence[Span]) -> dict[str, dict[str, float]]:
-    """Seconds by stream and kind. A span that lies in another one of its stream is taken from it."""
+    """Seconds by stream and kind. The time of a span inside another span of its stream is subtracted from that one."""
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    inside: dict[str, list[Span]] = defaultdict(list)  # those that are open, the innermost last
+    inside: dict[str, list[Span]] = defaultdict(list)  # open spans, the innermost last
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
         outer = inside[span.stream]
         while outer and outer[-1].end <= span.start:
             outer.pop()
         sums[span.stream][span.kind] += span.end - span.start
-        if outer and span.stream != MESSAGES:  # which travel at the same time
+        if outer and span.stream != MESSAGES:  # messages overlap
             sums[span.stream][outer[-1].kind] -= span.end - span.start
         outer.append(span)
     return sums
@@ -132,7 +132,7 @@ def summary(spans: Sequence[Span]) -> dict[str, dict[str, float]]:
 def exposed(spans: Sequence[Span]) -> float:
     """Seconds in which the streams of a GPU gather, reduce or copy and none computes."""
     edges = [(at, span.kind == "compute", step) for span in spans for at, step in ((span.start, 1), (span.end, -1))]
-    total, since, running = 0.0, 0.0, [0, 0]  # others, and those that compute
+    total, since, running = 0.0, 0.0, [0, 0]  # counts of other and of computing spans
     for at, computes, step in sorted(edges):
         total += at - since if running[0] and not running[1] else 0.0
         since = at

@@ -17,14 +17,14 @@ from zero.log import logger
 from zero.monitor.flops import written
 from zero.monitor.timeline import GPU, KINDS, MESSAGES, Span, Timeline, exposed, kernel_spans, summary
 
-EARLY = (5, 5)  # what a report has a timeline of where no steps are given
+EARLY = (5, 5)  # the steps of a report's timeline if none are given
 _MARK = "zero: begin"
 
 
 class StepTrace:
     """Records some steps of one rank, from the end of the step before the first of them.
 
-    For a report without `steps` it is one early step: on a CPU with two readings of the clock for each verb, on a GPU
+    For a report without `steps` it is one early step: on a CPU with two clock readings per operation, on a GPU
     with torch's profiler, too.
     """
 
@@ -35,7 +35,7 @@ class StepTrace:
         device: torch.device,
         tell: Callable[[Mapping[str, Any]], None] | None,
     ) -> None:
-        """`tell`: takes {"step", "spans"} of one step, for the report; None for no report."""
+        """`tell`: takes {"step", "spans"} of one step, for the report; None without a report."""
         self._rank = rank = sharded.world.global_rank
         self._traced = section.steps is not None and (section.ranks is None or rank in section.ranks)
         self._first, self._last = section.steps or EARLY
@@ -44,11 +44,11 @@ class StepTrace:
         self._device, self._parts = device, (sharded, self._traced)
         self._timeline: Timeline | None = None
         self._profiler: profile | None = None
-        self._ends: list[float] = []  # of the steps; the first of them is the begin
+        self._ends: list[float] = []  # ends of the steps; the first is the beginning
         self._marked = 0.0
 
     def step_ended(self, step: int) -> None:
-        """The step with this number, 0 at the start, is over."""
+        """Record the end of the step with this number, 0 at the start."""
         if self._timeline is not None:
             self._ends.append(time.perf_counter())
             if step >= self._last:
@@ -58,13 +58,13 @@ class StepTrace:
             self._start(self._device, self._traced)
 
     def close(self) -> None:
-        """End the recording, if one runs, and write what there is of whole steps."""
+        """End a running recording, and write its whole steps."""
         if self._timeline is None:
             return
         spans, self._timeline, self._on = self._timeline.stop(), None, False
         if self._profiler is not None:
             self._profiler.stop()
-            if self._device.type == "cuda":  # reading the events takes its time
+            if self._device.type == "cuda":  # reading the events takes a while
                 events = self._profiler.events()
                 mark = next(event.time_range.start for event in events if event.name == _MARK)
                 spans += kernel_spans(events, self._marked - mark / 1e6)
@@ -101,7 +101,7 @@ class StepTrace:
 
 
 def summary_lines(spans: Sequence[Span], steps: int, seconds: float) -> list[str]:
-    """Milliseconds a step, of `steps` that took so long: of each stream, by kind."""
+    """Milliseconds per step of each stream, by kind, for `steps` that took `seconds`."""
     kinds = [*dict.fromkeys(KINDS.values()), "other"]
     whole = f"{1e3 * seconds / steps:,.2f} ms/step"
     lines = [f"{whole:<20} " + " ".join(f"{kind:>9}" for kind in kinds)]

@@ -1,1 +1,1 @@
-"""Activations that are computed again in backward: what is recomputed, what is kept, and where that rests."""
+"""Activation recomputation: which modules are recomputed, what they keep, and where that rests."""

@@ -1,4 +1,4 @@
-"""Policy "auto": measure in the first step, then recompute as little as fits into a budget."""
+"""Policy "auto": measure in the first step, then recompute as little as the budget allows."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from zero.recompute.saved_inputs import InputStore, made_by_graph
 from zero.recompute.selective import Kind, keeps, kind_of
 
 
-class Tally(TorchDispatchMode):
-    """Notes the bytes of what products, each by itself, and attention give."""
+class ProductBytes(TorchDispatchMode):
+    """Records the bytes of the results of attention and of each product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,11 +36,11 @@ class Tally(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run compiled, as under the modes that recompute."""
+        """Let compiled code run compiled, as the recomputing modes do."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note and go on."""
+        """Record the result."""
         out = func(*args, **(kwargs or {}))
         kind = kind_of(func)
         if kind is not Kind.CHEAP:
@@ -60,19 +60,19 @@ def measured(
     store: InputStore,
     every: int,
 ) -> tuple[Any, Cost]:
-    """`fn(*args, **kwargs)` of `module` as it is, and the bytes that it would keep on the device under each policy.
+    """`fn(*args, **kwargs)` of `module`, unchanged, and the bytes that it would keep on the device under each policy.
 
-    Parameters, buffers and inputs that are kept by somebody else in any case do not count. `every`: as in `Selective`.
+    Parameters, buffers and inputs that are kept elsewhere in any case do not count. `every`: as in `Selective`.
     """
     inputs = list(tensors_in((tuple(args), dict(kwargs))))
     others = [tensor for tensor in inputs if not made_by_graph(tensor)]
     foreign = _memories(module, others)
     saved: dict[int | None, int] = {}
-    tally, needed = Tally(), 0
+    tally, needed = ProductBytes(), 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal needed
-        # Packed is what a recomputation has to bring about, so products up to here are needed for it.
+        # Autograd saves this tensor, so a recomputation needs all products up to here.
         needed = len(tally.products)
         memory = storage_id(tensor)
         saved[memory] = tensor.untyped_storage().nbytes() if memory is not None else tensor.nbytes
@@ -80,7 +80,7 @@ def measured(
 
     with saved_tensors_hooks(pack, _same), tally:
         out = fn(*args, **kwargs)
-    foreign |= _memories(module, others)  # of units that were gathered inside, too
+    foreign |= _memories(module, others)  # also of units that were gathered inside
     none = sum(nbytes for memory, nbytes in saved.items() if memory not in foreign)
     kept = sum(nbytes for place, nbytes in enumerate(tally.products) if keeps(place, every, needed))
     full = sum(map(store.nbytes_of, inputs))
@@ -101,24 +101,24 @@ _CODES = (None, Policy.NONE, Policy.SELECTIVE, Policy.FULL)  # the later one win
 
 
 class Auto:
-    """Sees the calls of the first step.
+    """Measures the calls of the first step.
 
-    Modules of one kind (class, parameters, shapes of the inputs) cost the same, so one of each runs as it is and is
-    measured, and the others are recomputed in full: the first step, too, takes little more than one module.
+    Modules of one kind (class, parameters, shapes of the inputs) cost the same, so one of each runs unchanged and is
+    measured, and the others are recomputed in full: the first step, too, keeps little more than one module.
     """
 
     def __init__(self, budget: int, inputs: InputStore, every: int) -> None:
         self.budget = budget
         self._inputs = inputs
         self._every = every
-        self._measured_by: dict[Hashable, int] = {}  # kind -> number of the module that stands for it
+        self._measured_by: dict[Hashable, int] = {}  # kind -> number of the measured module
         self._costs: dict[Hashable, Cost] = {}
         self._calls: list[list[tuple[int, Hashable]]] = [[]]  # by backward: modules in the order of their forwards
 
     def call(
         self, number: int, module: nn.Module, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[bool, Any]:
-        """Note a call of module `number`. Run it if it is to be measured: (True, what it gave), else (False, None)."""
+        """Record a call of module `number`. Run and measure it if due: (True, its result), else (False, None)."""
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors_in((tuple(args), dict(kwargs)))]
         kind = (type(module), sum(param.numel() for param in module.parameters()), tuple(shapes))
         if not in_backward():
@@ -130,17 +130,17 @@ class Auto:
         return True, out
 
     def backward_ended(self) -> None:
-        """What comes is of another forward."""
+        """Begin a new forward."""
         if self._calls[-1]:
             self._calls.append([])
 
     def choose(self) -> Choice:
-        """By what this rank has seen: for the forward that keeps most."""
+        """The choice for this rank's forward that keeps most."""
         choices = []
         for calls in self._calls:
             costs: dict[int, Cost] = {}
             for number, kind in calls:
-                if kind in self._costs:  # else the forward that was to be measured has raised
+                if kind in self._costs:  # else the measured forward has raised
                     costs[number] = self._costs[kind].most(costs.get(number, Cost()))
             choices.append(choose([number for number, _ in calls if number in costs], costs, self.budget))
         policies: dict[int, Policy] = {}
@@ -151,7 +151,7 @@ class Auto:
 
 
 def agreed(choice: Choice, modules: int, axis: Axis) -> Choice:
-    """One choice for all ranks of the axis: for each module the one that keeps least; collective.
+    """One choice for all ranks of the axis, for each module the policy that keeps least; collective.
 
     A module that no rank has called is recomputed in full.
     """
@@ -161,7 +161,7 @@ def agreed(choice: Choice, modules: int, axis: Axis) -> Choice:
 
 
 def say(choice: Choice, budget: int) -> None:
-    """Log what was chosen."""
+    """Log the choice."""
     count = Counter(choice.policies.values())
     fits = choice.nbytes <= budget
     rank_zero(

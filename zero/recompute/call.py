@@ -1,4 +1,4 @@
-"""One call whose activations are computed again in backward."""
+"""One call whose activations are recomputed in the backward."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from zero.recompute.selective import Contexts
 def without_caches(
     args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The arguments with None for each cache, as Hugging Face's own checkpointing has it; says so once.
+    """The arguments with None for each cache, as in Hugging Face's own checkpointing; logs that once.
 
-    Raises ValueError for a cache that holds something already, which the call would have to attend to.
+    Raises ValueError for a filled cache, to which the call would have to attend.
     """
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not caches:
@@ -49,17 +49,17 @@ def _is_cache(value: Any) -> bool:
 
 
 def _length(cache: Any, module: nn.Module | None) -> int:
-    """How many positions it holds of the layer that this module is."""
+    """How many positions the cache holds for this module's layer."""
     inside = () if module is None else module.modules()
     layer = next((each.layer_idx for each in inside if isinstance(getattr(each, "layer_idx", None), int)), 0)
     try:
         return cache.get_seq_length(layer)
     except ValueError:
-        return 0  # this layer's state has no positions
+        return 0  # the state of this layer has no positions
 
 
 class SavedBuffer(NamedTuple):
-    """A buffer before a forward; `values` is what it held, a copy unless it belongs to a graph."""
+    """A buffer before a forward; `values` are its values, a copy unless they belong to a graph."""
 
     owner: nn.Module
     name: str
@@ -69,11 +69,11 @@ class SavedBuffer(NamedTuple):
 
 
 def saved_buffers(module: nn.Module | None) -> list[SavedBuffer]:
-    """All buffers of `module`, before a forward of which it is not known what it changes."""
+    """All buffers of `module`, saved before a forward that may change them."""
     buffers: list[SavedBuffer] = []
     if module is None:
         return buffers
-    copies: dict[int, torch.Tensor] = {}  # one for all names of a tensor
+    copies: dict[int, torch.Tensor] = {}  # one per tensor, for all its names
     for owner in module.modules():
         for name, tensor in owner._buffers.items():
             if tensor is None:
@@ -85,9 +85,9 @@ def saved_buffers(module: nn.Module | None) -> list[SavedBuffer]:
 
 
 def changed(buffers: list[SavedBuffer]) -> list[SavedBuffer]:
-    """Those that were written since, or gave their place to another tensor, and others of the same owner.
+    """The buffers that were written or replaced since, and all others of the same owner.
 
-    Others, because batch norm writes its statistics without a trace; only its count of batches tells.
+    All others, because batch norm's writes of its statistics cannot be detected; only its count of batches shows them.
     """
     owners = {
         each.owner
@@ -99,9 +99,9 @@ def changed(buffers: list[SavedBuffer]) -> list[SavedBuffer]:
 
 @contextlib.contextmanager
 def as_of(buffers: list[SavedBuffer]) -> Iterator[None]:
-    """Inside, the buffers are what they were; what is written to them there does not stay."""
+    """Inside, the buffers have their saved values; writes inside are undone."""
     now = [(each, each.owner._buffers.get(each.name)) for each in buffers]
-    copies: dict[int, torch.Tensor] = {}  # several recomputations of one call begin alike
+    copies: dict[int, torch.Tensor] = {}  # several recomputations of one call start from the same values
     for each in buffers:
         values = each.values
         if id(values) not in copies:
@@ -115,7 +115,7 @@ def as_of(buffers: list[SavedBuffer]) -> Iterator[None]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # one of inference mode has none, and refuses to be written
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors have no version, and cannot be written
 
 
 def recomputed(
@@ -126,28 +126,28 @@ def recomputed(
     contexts: Callable[[], Contexts] | None = None,
     module: nn.Module | None = None,
 ) -> Any:
-    """`fn(*args, **kwargs)`; its graph keeps the inputs, and runs `fn` again when backward comes to it.
+    """`fn(*args, **kwargs)`; its graph keeps the inputs, and runs `fn` again when the backward reaches it.
 
-    Random numbers (CPU, the current CUDA device, the named streams), autocast and the buffers of `module` are in the
-    recomputation as they were, and so are tuples, lists and dicts among the arguments, whatever was done to them
-    since. Tensors inside of other objects are kept as they are. `inputs` keeps them meanwhile, `contexts`
-    surround the forward and the recomputations. Key-value caches are left out. Without gradients it is a plain call.
+    The recomputation has the same random numbers (CPU, the current CUDA device, the named streams), autocast and
+    buffers of `module`, and the same tuples, lists and dicts among the arguments, even if they were changed since.
+    Tensors inside other objects are kept unchanged. `inputs` stores the arguments meanwhile, `contexts` surround the
+    forward and the recomputations. Key-value caches become None. Without gradients it is a plain call.
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    if torch.compiler.is_compiling():  # the compiler has its own recomputation, and its own memory
+    if torch.compiler.is_compiling():  # the compiler decides recomputation and memory itself
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
     args, kwargs = without_caches(args, kwargs, module)
-    # Inputs of what lies inside of another call are recomputed with the rest of it; torch's own checkpoint wants to see
-    # the same tensors saved both times, and its recomputation is outside of every scope.
+    # Inputs of a call inside another recomputed call are recomputed with it; torch's own checkpoint requires
+    # the same saved tensors both times, and its recomputation is outside of every scope.
     if HOLDER.scope.inside or saves_tensors_by_hooks():
         inputs = None
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
     items = leaves if inputs is None else inputs.put(leaves)
     streams = HOLDER.seeds.get_states()
-    # Around `fn` alone: what restores inputs is no part of what was computed.
+    # Around `fn` only: restoring inputs is not part of the computation.
     first, later = (contextlib.nullcontext(), contextlib.nullcontext()) if contexts is None else contexts()
-    originals = [(args, kwargs)]  # for the forward, which must not find copies; gone when it is over
+    originals = [(args, kwargs)]  # for the forward, which must not get copies; dropped after it
     buffers: list[SavedBuffer] = []
 
     def run(marker: torch.Tensor, *stored: Any) -> Any:
@@ -175,5 +175,5 @@ def recomputed(
 
 
 def _marker() -> torch.Tensor:
-    """Tells torch of the device whose random numbers count, where that may not be seen from the inputs kept."""
+    """A tensor that tells torch whose device's random state counts, if the kept inputs do not show it."""
     return torch.empty(0, device="cuda" if torch.cuda.is_initialized() else "cpu")

@@ -1,4 +1,4 @@
-"""What `zero.checkpointing` finds without being handed an engine."""
+"""The state that `zero.checkpointing` uses without an engine as an argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero.recompute.seeds import SeedTracker
 
 
 class Scope(NamedTuple):
-    """What surrounds a call: where its inputs are kept, and whether it lies inside another call that is recomputed."""
+    """The surroundings of a call: where its inputs are kept, and whether it is inside another recomputed call."""
 
     inputs: InputStore | None = None
     inside: bool = False
@@ -25,7 +25,7 @@ NOWHERE = Scope()
 class Holder:
     """The state of `zero.checkpointing`.
 
-    inputs: what `configure` has asked for, None before;
+    inputs: the store that `configure` made, None before;
     axis:  the ranks that inputs are cut over;
     seeds: named streams of random numbers.
     """
@@ -38,13 +38,13 @@ class Holder:
 
     @property
     def scope(self) -> Scope:
-        """What surrounds the caller; `configure` goes before an engine's JSON."""
+        """The scope of the caller; `configure` takes precedence over an engine's JSON."""
         here = self._scope.get(NOWHERE)
         return here if here.inside or self.inputs is None else here._replace(inputs=self.inputs)
 
     @contextlib.contextmanager
     def within(self, scope: Scope) -> Iterator[None]:
-        """Inside, `scope` is what surrounds a call."""
+        """Inside, `scope` is the scope of calls."""
         token = self._scope.set(scope)
         try:
             yield
@@ -52,6 +52,6 @@ class Holder:
             self._scope.reset(token)
 
 
-# DeepSpeed's functions are called inside of models that know no engine: `configure` once per process, `checkpoint`
-# with a function only. This is the one place where they meet; what the JSON says of modules does not come by here.
+# DeepSpeed's functions are called inside models that know no engine: `configure` once per process, `checkpoint`
+# with only a function. They share this one object; modules named in the JSON do not use it.
 HOLDER = Holder()

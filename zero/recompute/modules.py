@@ -1,7 +1,7 @@
-"""Modules whose activations are recomputed because the JSON says so; nothing in the model changes.
+"""Recomputes the modules named in the JSON, without a change of the model.
 
-Only `forward` of the chosen instances is replaced, inside of the hooks that gather and release parameters, so that
-names stay as they are, and backward gathers a unit once: for the recomputation and for what follows it.
+Only `forward` of the chosen instances is replaced, inside the hooks that gather and release parameters. So
+names do not change, and the backward gathers a unit once, for the recomputation and the gradients.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Forward = Callable[..., Any]
 
 
 class Recomputed:
-    """Stands for the forward of one module. Copies of the module, and files of it, get the plain forward of their own.
+    """Replaces the forward of one module. Copies of the module, also in files, get the plain forward.
 
-    inner: what is run, and run again; around: gives contexts in which it runs, for who watches; policy: what is kept;
-    auto: who watches calls as long as that is not chosen, else None.
+    inner: the forward that is run, and recomputed; around: functions that give contexts around it; policy: what is kept;
+    auto: measures calls until a policy is chosen, else None.
     """
 
     def __init__(self, module: nn.Module, name: str, number: int, every: int, inputs: InputStore) -> None:
@@ -47,11 +47,11 @@ class Recomputed:
         self.around: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
         self._selective = Selective(name, every)
         self._inputs = inputs
-        functools.update_wrapper(self, self._plain, updated=())  # for those who read the names of its arguments
+        functools.update_wrapper(self, self._plain, updated=())  # for code that reads the names of its arguments
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; where a graph is built, keep what the policy says."""
+        """Run the forward; if it builds a graph, keep what the policy says."""
         forward = self._watched if self.around else self.inner
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -71,12 +71,12 @@ class Recomputed:
             return self.inner(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """What copies and saved files get instead; used by `copy.deepcopy` and by `torch.save`."""
-        # The copy of the module has no forward of its own yet when this is called, so that it finds its class's.
+        """The replacement in copies and saved files; used by `copy.deepcopy` and by `torch.save`."""
+        # The copy of the module has no `forward` attribute yet when this is called, so it finds that of its class.
         return (_itself, (self._plain,)) if self._own else (getattr, (self._module, "forward"))
 
     def compile(self, compiler: Callable[[Forward], Forward]) -> None:
-        """Compile what is run and run again; recomputation stays outside of it."""
+        """Compile the inner forward; recomputation stays outside of it."""
         self.inner = compiler(self._plain)
 
     def undo_compile(self) -> None:
@@ -84,7 +84,7 @@ class Recomputed:
         self.inner = self._plain
 
     def undo(self) -> None:
-        """Give the module its own forward back."""
+        """Restore the module's own forward."""
         if self._module.__dict__.get("forward") is self:
             if self._own:
                 self._module.forward = self._plain
@@ -93,7 +93,7 @@ class Recomputed:
 
 
 class Recomputing:
-    """What an engine recomputes, from the sections `zero.recompute` and `activation_checkpointing`."""
+    """An engine's recomputation, from the sections `zero.recompute` and `activation_checkpointing`."""
 
     def __init__(self, section: Recompute, resting: ActivationCheckpointing, device: torch.device) -> None:
         self.modules: list[Recomputed] = []
@@ -129,16 +129,16 @@ class Recomputing:
         rank_zero(logging.INFO, "zero.recompute: %d modules, policy %s", len(chosen), section.policy)
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
-        """Around a forward: `zero.checkpointing.checkpoint` inside does as this engine's JSON says."""
+        """Around a forward: `zero.checkpointing.checkpoint` inside follows this engine's JSON."""
         return HOLDER.within(Scope(self.inputs))
 
     def backward_ended(self) -> None:
-        """A backward is over."""
+        """Record the end of a backward."""
         if self._auto is not None:
             self._auto.backward_ended()
 
     def after_step(self, axis: Axis) -> None:
-        """Choose policies by what the first step has shown; collective once, a no-op without policy "auto"."""
+        """Choose policies from the measurements of the first step; collective once, a no-op without policy "auto"."""
         if self._auto is None:
             return
         choice = agreed(self._auto.choose(), len(self.modules), axis)
@@ -148,7 +148,7 @@ class Recomputing:
         self._auto = None
 
     def undo(self) -> None:
-        """Leave the model as it was; a graph that is still there can run its backward."""
+        """Restore the model; an existing graph can still run its backward."""
         for module in self.modules:
             module.undo()
         self.modules = []

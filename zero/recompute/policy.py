@@ -1,4 +1,4 @@
-"""Which modules are recomputed how, so that activations fit into a budget and as little as possible is done twice."""
+"""How each module is recomputed, so that activations fit a budget with as little recomputation as possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Policy(enum.Enum):
     NONE = "none"
     """Everything: nothing is recomputed."""
     SELECTIVE = "selective"
-    """Its inputs, and what matrix products and attention gave."""
+    """Its inputs, and the results of matrix products and attention."""
     FULL = "full"
     """Its inputs only."""
 
@@ -26,26 +26,26 @@ class Cost(NamedTuple):
     full: int = 0
 
     def of(self, policy: Policy) -> int:
-        """Under `policy`."""
+        """The bytes under `policy`."""
         return getattr(self, policy.value)
 
     def most(self, other: Cost) -> Cost:
-        """Of each number the larger one."""
+        """The larger number for each policy."""
         return Cost(*map(max, self, other))
 
 
 class Choice(NamedTuple):
-    """A policy for each module, and the bytes that the activations take at most then."""
+    """A policy for each module, and the peak bytes of activations under them."""
 
     policies: Mapping[int, Policy]
     nbytes: int
 
 
 def peak(calls: Sequence[int], costs: Mapping[int, Cost], policies: Mapping[int, Policy]) -> int:
-    """The most bytes that activations take: when some call is recomputed, all before it are still kept.
+    """The peak bytes of activations: while one call is recomputed, all earlier ones are still kept.
 
-    `calls` are the modules in the order of a forward. While the backward of a call runs, all that it would have kept
-    without recomputation is there, whatever its policy.
+    `calls` are the modules in the order of a forward. While the backward of a call runs, everything that it would keep
+    without recomputation is in memory, whatever its policy.
     """
     kept = highest = 0
     for module in calls:
@@ -56,10 +56,10 @@ def peak(calls: Sequence[int], costs: Mapping[int, Cost], policies: Mapping[int,
 
 
 def choose(calls: Sequence[int], costs: Mapping[int, Cost], budget: int) -> Choice:
-    """The least recomputation that fits into `budget` bytes; full everywhere where nothing fits.
+    """The least recomputation that fits into `budget` bytes; full recomputation if nothing fits.
 
     First as many modules as possible keep their products, which saves the most time for a byte, then as many as
-    possible keep all. The last ones come first: what the end of a forward keeps is gone when the peak comes, which is
+    possible keep all. The last modules come first: activations of a forward's end are freed before the peak, which is
     when the first recomputation begins.
     """
     policies = dict.fromkeys(calls, Policy.FULL)

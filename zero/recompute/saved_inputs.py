@@ -1,7 +1,7 @@
 """Where the inputs of recomputed calls are between forward and backward: cut over ranks, in one block, in host memory.
 
 The forward stores the tensors of a call together, and the backward reads them back. While one call is recomputed, the
-inputs of the call before it, which the backward comes to next, are on their way back already.
+inputs of the preceding call, which the backward needs next, are already being copied back.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ALONE = Axis(None, 1, 0, False)
 
 
 class CallTimes:
-    """Adds up calls until all were recomputed, or the next forward has run, and logs one line then."""
+    """Adds up calls until all were recomputed, or the next forward has run, and then logs one line."""
 
     def __init__(self) -> None:
         self._calls = [0, 0]  # forwards, recomputations
         self._seconds = [0.0, 0.0]
 
     def add(self, again: bool, seconds: float) -> None:
-        """One forward, or one recomputation (`again`), took so long."""
+        """Add the seconds of one forward, or of one recomputation (`again`)."""
         if not again and self._calls[1]:
             self._log()
         self._calls[again] += 1
@@ -57,10 +57,10 @@ class CallTimes:
 
 
 class InputBuffers:
-    """Memory for saved inputs, on the device or in host memory, released when their graph has gone.
+    """Memory for saved inputs, on the device or in host memory, released with their graph.
 
-    With `count`, so many buffers of the size that is first asked for are cut out of one block. Without, host buffers
-    are taken from the system one by one and kept for the next step; device memory comes from torch, which keeps it.
+    With `count`, that many buffers of the first requested size are cut out of one block. Without it, host buffers
+    are allocated one by one and kept for the next step; device memory comes from torch, which caches it.
     """
 
     def __init__(self, device: torch.device, host: bool, count: int | None, copies: SideStream) -> None:
@@ -70,10 +70,10 @@ class InputBuffers:
         self._copies = copies
         self._size: int | None = None  # of a buffer of the block, in bytes
         self._free: list[torch.Tensor] = []
-        self.nbytes = 0  # taken and not given up, free buffers counted; what torch keeps for the next step is not
+        self.nbytes = 0  # allocated, including free buffers; memory in torch's cache is not counted
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of at least `nbytes` bytes; its contents are anything."""
+        """A uint8 tensor of at least `nbytes` bytes, not initialised."""
         if self._count is not None and self._size is None:
             self._carve(round_up(nbytes, PAGE), self._count)
         fitting = [buffer for buffer in self._free if buffer.numel() >= nbytes]
@@ -89,21 +89,21 @@ class InputBuffers:
             )
         if not self._keeps:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        if self._free and self._count is None:  # too small for this one, and so for those that come
+        if self._free and self._count is None:  # too small for this request, and so for later ones
             self._copies.synchronize()
             self.nbytes -= self._free.pop().numel()
         return self._new(nbytes)
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Nobody reads these bytes any more, but for copies that were queued before."""
+        """Free these bytes; copies that were queued before may still read them."""
         if self._keeps and (self._count is None or buffer.numel() == self._size):
             self._free.append(buffer)
-        elif self._keeps:  # it found no room in the block, or is of one that was closed
+        elif self._keeps:  # it did not fit into the block, or belongs to a closed one
             self._copies.synchronize()
             self.nbytes -= buffer.numel()
 
     def close(self) -> None:
-        """Give free memory back; what is in use goes the same way when it is given back and `close` is called again."""
+        """Free unused buffers; those in use are freed once they are released and `close` is called again."""
         self._copies.synchronize()
         self.nbytes -= sum(buffer.numel() for buffer in self._free)
         self._free = []
@@ -125,7 +125,7 @@ class InputBuffers:
 
 
 class SavedTensor(NamedTuple):
-    """Stands for a saved tensor; keeps its call, and so the memory where it is."""
+    """A placeholder for a saved tensor; keeps its call alive, and so its memory."""
 
     call: SavedCall
     index: int
@@ -140,7 +140,7 @@ class SavedCall:
         self._store = store
         self._before = before
         self._device = tensors[0].device
-        # Of shape, strides and dtype of the restored copies; strides are the same if a tensor was dense.
+        # Shape, strides and dtype of the restored copies; strides are the same if a tensor was dense.
         self._likes = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         counts = [-(-tensor.numel() // store.axis.size) for tensor in tensors]
         sizes = [count * tensor.itemsize for count, tensor in zip(counts, tensors, strict=True)]
@@ -150,13 +150,13 @@ class SavedCall:
         for size, tensor in zip(sizes, tensors, strict=True):
             self._slices.append(buffer.narrow(0, start, size).view(tensor.dtype))
             start += round_up(size, ALIGNMENT)
-        self._fetched: dict[int, torch.Tensor] = {}  # own slices, here again or on their way
+        self._fetched: dict[int, torch.Tensor] = {}  # own slices, fetched or being fetched
         self._event: Any = None
         for part, tensor, like in zip(self._slices, tensors, self._likes, strict=True):
             self._put(part, tensor, like)
 
     def fetch(self) -> None:
-        """Start to bring the own slices back to the device."""
+        """Start to copy the own slices back to the device."""
         if self._fetched:
             return
         for index, part in enumerate(self._slices):
@@ -200,12 +200,12 @@ class SavedCall:
 
 
 class InputStore:
-    """Saves the inputs of calls as `settings` say; `axis` are the ranks that each keep a slice of them."""
+    """Saves the inputs of calls according to `settings`; each rank of `axis` keeps a slice of them."""
 
     def __init__(
         self, settings: ActivationCheckpointing, axis: Axis = ALONE, device: torch.device | None = None
     ) -> None:
-        """`device`: of the tensors that will come; default: the current CUDA device, else the CPU."""
+        """`device`: that of the tensors; default: the current CUDA device, else the CPU."""
         if device is None:
             device = (
                 torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -225,13 +225,13 @@ class InputStore:
         self._waits = device.type == "cuda" and (settings.profile or settings.synchronize_checkpoint_boundary)
         self._device = device
         self._last: weakref.ref[SavedCall] | None = None
-        # Of tensors that are alive elsewhere, such as one that many blocks read: version, and where they are saved.
+        # For tensors that are alive elsewhere, such as one that many blocks read: version, and where they are saved.
         self._known: Any = WeakTensorKeyDictionary()
 
     def put(self, arguments: Sequence[Any]) -> list[Any]:
-        """What is to be kept in place of the arguments of one call, some of which are tensors.
+        """The values to keep in place of the arguments of one call.
 
-        Saved is what backward alone would keep: tensors that a graph has made. Others, such as masks and tables,
+        Only tensors made by a graph are saved: nothing else keeps them. Others, such as masks and tables,
         are shared by calls and kept by their owners.
         """
         settings, kept = self.settings, list(arguments)
@@ -253,7 +253,7 @@ class InputStore:
 
     @contextlib.contextmanager
     def around(self, again: bool) -> Iterator[None]:
-        """Around a forward, or around a recomputation (`again`): waits and clocks."""
+        """Around a forward, or around a recomputation (`again`): waits for the device and takes the time."""
         begin = self._now()
         try:
             yield
@@ -263,7 +263,7 @@ class InputStore:
                 self._times.add(again, seconds)
 
     def nbytes_of(self, tensor: torch.Tensor) -> int:
-        """Bytes on the device that a saved input costs."""
+        """Bytes on the device that a saved input takes."""
         if not made_by_graph(tensor) or self.settings.cpu_checkpointing:
             return 0
         return -(-tensor.numel() // self.axis.size) * tensor.itemsize
@@ -280,11 +280,11 @@ class InputStore:
 
 
 def restored(item: Any) -> Any:
-    """What `InputStore.put` has put in place of a tensor, as a tensor."""
+    """The tensor for a value that `InputStore.put` returned."""
     return item.call.take(item.index) if isinstance(item, SavedTensor) else item
 
 
 def made_by_graph(tensor: Any) -> bool:
-    """Whether it is a tensor that nobody but a graph keeps, as far as can be seen."""
+    """Whether it is a tensor that only a graph keeps, as far as can be seen."""
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     return plain and tensor.numel() > 0 and tensor.requires_grad and not tensor.is_leaf

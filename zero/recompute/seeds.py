@@ -1,4 +1,4 @@
-"""Streams of random numbers by name, so that ranks of one axis may draw alike or apart."""
+"""Named streams of random numbers, so that ranks of one axis may draw the same numbers or different ones."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MODEL_PARALLEL = "model-parallel-rng"
 
 
 class SeedTracker:
-    """Named states of the generator that this process computes with: its CUDA device's, else the CPU's."""
+    """Named states of this process's generator: its CUDA device's, else the CPU's."""
 
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}
         self._seeds: set[int] = set()
 
     def reset(self) -> None:
-        """Forget all streams."""
+        """Drop all streams."""
         self._states, self._seeds = {}, set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
@@ -28,19 +28,19 @@ class SeedTracker:
         return dict(self._states)
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Put streams back to what `get_states` gave."""
+        """Restore the streams from `get_states`."""
         self._states = dict(states)
 
     def state_dict(self) -> dict[str, Any]:
-        """All streams, and the seeds that are taken, as plain values and uint8 tensors."""
+        """All streams, and the used seeds, as plain values and uint8 tensors."""
         return {"states": self.get_states(), "seeds": sorted(self._seeds)}
 
     def load_state_dict(self, state: Mapping[str, Any], seed: int) -> None:
-        """Go on with the streams of `state_dict`.
+        """Continue the streams of `state_dict`.
 
-        A stream without a state, or with that of another kind of device, begins anew, by its name and `seed`.
+        A stream without a state, or with one of another kind of device, restarts from its name and `seed`.
         """
-        if not state["states"]:  # no generator is looked for where none is needed
+        if not state["states"]:  # then no generator is needed
             self._states, self._seeds = {}, set(state["seeds"])
             return
         states = {}
@@ -52,7 +52,7 @@ class SeedTracker:
         self._states, self._seeds = states, set(state["seeds"])
 
     def add(self, name: str, seed: int) -> None:
-        """Begin a stream. Raises ValueError for a name or a seed that is taken."""
+        """Begin a stream. Raises ValueError for a name or a seed that is already used."""
         if seed in self._seeds:
             raise ValueError(f"seed: another stream has {seed} already; give each its own")
         if name in self._states:
@@ -63,14 +63,14 @@ class SeedTracker:
             self._states[name] = generator.get_state()
 
     def seed_model_parallel(self, seed: int, rank: int) -> None:
-        """Seed torch alike on the ranks of the model axis, and their stream `MODEL_PARALLEL` apart."""
+        """Seed torch equally on the ranks of the model axis, and their stream `MODEL_PARALLEL` differently."""
         self.reset()
         _generator().manual_seed(seed)
         self.add(MODEL_PARALLEL, seed + 2718 + rank)  # DeepSpeed's offset, so that a run's masks stay the same
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Inside, torch draws from the stream `name`; outside it goes on as if nothing had been drawn."""
+        """Inside, torch draws from the stream `name`; the state outside does not change."""
         if name not in self._states:
             raise ValueError(f"name: there is no stream {name!r}; add() one of {sorted(self._states)} or a new one")
         with _preserved() as generator:
@@ -82,7 +82,7 @@ class SeedTracker:
 
     @contextlib.contextmanager
     def as_of(self, states: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, the streams are at `states`; what is drawn there does not move them outside."""
+        """Inside, the streams are at `states`; draws inside do not change them outside."""
         now = self.get_states()
         self.set_states(states)
         try:
@@ -93,7 +93,7 @@ class SeedTracker:
 
 @contextlib.contextmanager
 def _preserved() -> Iterator[torch.Generator]:
-    """The generator, whose state is afterwards what it was before."""
+    """The generator; its state is restored afterwards."""
     generator = _generator()
     before = generator.get_state()
     try:

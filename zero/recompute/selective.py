@@ -1,7 +1,7 @@
-"""Selective recomputation: what matrix products and attention gave is kept, the cheap rest is computed again.
+"""Selective recomputation: results of matrix products and attention are kept, the cheap rest is recomputed.
 
-As torch's own selective contexts, two dispatch modes for `torch.utils.checkpoint`; but these do next to nothing for a
-cheap operation, of which a block has many, and know which products backward comes to before it has all that it wants.
+Like torch's own selective contexts, two dispatch modes for `torch.utils.checkpoint`; but these do next to nothing for a
+cheap operation, of which a block has many, and know how many products the backward needs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Kind(enum.Enum):
-    """What an operation is to a policy."""
+    """How a policy classifies an operation."""
 
     PRODUCT = "product"
     ATTENTION = "attention"
@@ -30,14 +30,14 @@ _PRODUCTS = {
     *("_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_int_mm"),
     *("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"),
 }
-_ATTENTION = ("attention", "flash_attn")  # in the names of torch's own fused ones and of those of packages
+_ATTENTION = ("attention", "flash_attn")  # in the names of torch's fused operators and of packages'
 
 
 @functools.cache
 def kind_of(op: Any) -> Kind:
     """The kind of an operator of the dispatcher, such as `torch.ops.aten.mm.default`.
 
-    One that writes into its arguments is repeated whatever it costs: the result would be kept, what it wrote not.
+    An operator that writes into its arguments is always repeated: its result could be kept, its writes could not.
     """
     if getattr(getattr(op, "_schema", None), "is_mutable", False):
         return Kind.CHEAP
@@ -53,11 +53,11 @@ def kind_of(op: Any) -> Kind:
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 
-class Kept(NamedTuple):
-    """What an operation gave.
+class KeptResult(NamedTuple):
+    """The kept result of an operation.
 
     versions: of the tensors in `out`;
-    drawn:    the generator that it drew from and where that was afterwards, as attention with dropout does; else None.
+    drawn:    the generator that it used, and its state afterwards, for attention with dropout; else None.
     """
 
     op: Any
@@ -67,16 +67,16 @@ class Kept(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        """Whether a tensor was changed in place since, and the operation has to be repeated."""
+        """Whether a tensor was changed in place since, so that the operation must be repeated."""
         return self.versions != _versions(self.out)
 
 
 class Selective:
-    """What calls of one module keep.
+    """The rule for what calls of one module keep.
 
-    every:  each so many products, counted through a call, is kept; 1 is all;
-    needed: how many products a recomputation comes to before it has all that backward wants, None until one has run.
-            What those behind give need not be kept: such is the last product of a block, which is added to x.
+    every:  every so many products of a call are kept; 1 means all;
+    needed: how many products a recomputation runs before it has all that the backward needs, None until one has run.
+            Later products need not be kept, such as the last product of a block, which is added to x.
     """
 
     def __init__(self, name: str, every: int = 1) -> None:
@@ -85,9 +85,9 @@ class Selective:
         self.needed: int | None = None
 
     def contexts(self) -> Contexts:
-        """Around one forward, and around its recomputations."""
+        """The contexts of one forward, and of its recomputations."""
         needed = self.needed
-        kept: deque[Kept] = deque()
+        kept: deque[KeptResult] = deque()
         return _Keeping(kept, self, needed), _Giving(kept, self, needed)
 
 
@@ -97,9 +97,9 @@ def keeps(place: int, every: int, needed: int | None) -> bool:
 
 
 class _Choosing(TorchDispatchMode):
-    """Tells, operation by operation, what is kept; a forward and its recomputations come to the same answers."""
+    """Decides for each operation whether its result is kept; a forward and its recomputations decide alike."""
 
-    def __init__(self, kept: deque[Kept], module: Selective, needed: int | None) -> None:
+    def __init__(self, kept: deque[KeptResult], module: Selective, needed: int | None) -> None:
         super().__init__()
         self._kept = kept
         self._module = module
@@ -125,7 +125,7 @@ class _Keeping(_Choosing):
     """Keeps results while a forward runs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute, and keep what is chosen."""
+        """Compute, and keep the chosen results."""
         if not self._chosen(func):
             return func(*args, **(kwargs or {}))
         generator = _generator((args, kwargs)) if kind_of(func) is Kind.ATTENTION else None
@@ -134,24 +134,24 @@ class _Keeping(_Choosing):
         drawn = None
         if generator is not None and not torch.equal(after := generator.get_state(), before):
             drawn = generator, after
-        self._kept.append(Kept(func, out, _versions(out), drawn))
+        self._kept.append(KeptResult(func, out, _versions(out), drawn))
         return out
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         for place, each in enumerate(self._kept):
-            # Results have come to hold the graph, which holds us; one that the module changed itself is of no use.
+            # Results now hold the graph, which holds this object; one that the module changed itself is useless.
             out = None if each.changed else tree_map_only(torch.Tensor, torch.Tensor.detach, each.out)
             self._kept[place] = each._replace(out=out)
 
 
 class _Giving(_Choosing):
-    """Gives what was kept to the first recomputation, and takes it away, so that later ones compute everything.
+    """Gives kept results to the first recomputation, and drops them, so that later ones compute everything.
 
-    Several come where a backward ran with `retain_graph`, or two backward calls go through one module.
+    There are several if a backward ran with `retain_graph`, or two backward calls go through one module.
     """
 
-    _first: bool | None = None  # whether the recomputation that runs, or ran last, is the first one
+    _first: bool | None = None  # whether the current or last recomputation is the first
 
     def __enter__(self) -> Any:
         self._first = self._first is None
@@ -165,7 +165,7 @@ class _Giving(_Choosing):
                 self._module.needed = self._products
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What was kept of this operation, or what it computes."""
+        """The kept result of this operation, or a computed one."""
         if not self._chosen(func):
             return func(*args, **(kwargs or {}))
         kept = self._kept.popleft() if self._kept else None
@@ -177,7 +177,7 @@ class _Giving(_Choosing):
             )
         if kept.changed:
             return func(*args, **(kwargs or {}))
-        if kept.drawn is not None:  # what is drawn next is what was drawn next in the forward
+        if kept.drawn is not None:  # so that the next draw is that of the forward
             generator, state = kept.drawn
             generator.set_state(state)
         return kept.out
@@ -188,7 +188,7 @@ def _versions(out: Any) -> list[int]:
 
 
 def _generator(arguments: Any) -> torch.Generator | None:
-    """What an operation on these tensors draws from."""
+    """The generator that an operation on these tensors uses."""
     for leaf in tree_leaves(arguments):
         if isinstance(leaf, torch.Tensor):
             cuda = leaf.device.type == "cuda"
