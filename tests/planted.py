@@ -20,10 +20,7 @@ from torch import nn
 import zero
 from zero.utils import (
     safe_get_full_fp32_param,
-    safe_get_local_fp32_param,
     safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
 )
 
 STEPS = 2
@@ -84,7 +81,6 @@ class Error(NamedTuple):
 
 ERRORS = [
     Error("gradients are not clipped", "SGD", {"gradient_clipping": 0}),
-    Error("gradients are clipped to 3 % more", "SGD", {"gradient_clipping": 1.03e-2}),
 ]
 
 
@@ -123,24 +119,9 @@ def _missing(engine: Any) -> None:
     _on_gradients(engine, lambda grad: grad * (dist.get_rank() != 1))
 
 
-@_planted("a micro-batch counts twice", "AdamW")
-def _twice(engine: Any) -> None:
-    _on_gradients(engine, lambda grad: grad * (2 if _turn(engine) == 0 else 1))
-
-
 @_planted("the last micro-batch is lost", "SGD")
 def _lost(engine: Any) -> None:
     _on_gradients(engine, lambda grad: grad * (_turn(engine) < engine.gradient_accumulation_steps() - 1))
-
-
-@_planted("the mean is taken twice", "AdamW")
-def _mean(engine: Any) -> None:
-    _on_gradients(engine, lambda grad: grad / dist.get_world_size())
-
-
-@_planted("the elements of a gradient are mixed up", "AdamW")
-def _mixed(engine: Any) -> None:
-    _on_gradients(engine, lambda grad: grad.flip(0))
 
 
 def _all_groups(engine: Any, **numbers: Any) -> None:
@@ -148,14 +129,7 @@ def _all_groups(engine: Any, **numbers: Any) -> None:
         group.update(numbers)
 
 
-_planted("there is no weight decay", "AdamW")(functools.partial(_all_groups, weight_decay=0.0))
 _planted("the moments forget too fast", "AdamW")(functools.partial(_all_groups, betas=(0.8, 0.9)))
-
-
-@_planted("the learning rate of one rank is 3 % off", "AdamW")
-def _rate_of_rank(engine: Any) -> None:
-    for group in engine.optimizer.param_groups:
-        group["lr"] *= 1 + 0.03 * dist.get_rank()
 
 
 @_planted("the learning rate of one group is 3 % off", "SGD")
@@ -193,19 +167,6 @@ def _element(param: nn.Parameter, before: torch.Tensor) -> None:
     safe_set_full_fp32_param(param, after)
 
 
-@_planted("a parameter is not updated on one rank", "SGD")
-@_after_update(lambda param: safe_get_local_fp32_param(param).clone())
-def _not_updated(param: nn.Parameter, before: torch.Tensor) -> None:
-    after = safe_get_local_fp32_param(param)
-    safe_set_local_fp32_param(param, before if dist.get_rank() == 1 else after)
-
-
-@_planted("the momentum is forgotten", "SGD")
-@_after_update(lambda param: None)
-def _forgotten(param: nn.Parameter, before: None) -> None:
-    safe_set_full_optimizer_state(param, torch.zeros(safe_get_full_fp32_param(param).shape), "momentum_buffer")
-
-
 @_planted("masters are rounded to the parameters at each step", "bf16")
 @_after_update(lambda param: None)
 def _rounded(param: nn.Parameter, before: None) -> None:
@@ -226,11 +187,6 @@ def _in_forward(engine: Any, change: Callable[[int, torch.Tensor], None]) -> Non
 def _stale(engine: Any) -> None:
     known: dict[int, torch.Tensor] = {}
     _in_forward(engine, lambda number, values: values.copy_(known.setdefault(number, values.clone())))
-
-
-@_planted("elements of gathered parameters are swapped", "AdamW")
-def _swapped(engine: Any) -> None:
-    _in_forward(engine, lambda number, values: values.copy_(values.flip(0)))
 
 
 # --- checks ---------------------------------------------------------------------------------------------------

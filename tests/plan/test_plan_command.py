@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -62,16 +61,6 @@ def test_what_does_not_fit_says_why(capsys: pytest.CaptureFixture) -> None:
     assert main([*large, "--world", "4,8"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith(verdict) and said.out.count(": nothing fits; ") == 2
-
-
-def test_the_longest_names_stay_within_the_width(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    path = tmp_path / "zero.json"
-    places = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme", "nvme_path": "/x"}}
-    batches = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 128}
-    section = {"zero_optimization": {"stage": 3, **places}, "zero": {"shard_size": 1024}}
-    path.write_text(json.dumps({**batches, **section, "bf16": {"enabled": True}}))
-    printed(capsys, "--world", "2048", "--config", str(path), "--all")
-    assert max(map(len, str(zero.estimate(1e12, path, 2048)).splitlines())) <= 100
 
 
 ROWS = [
@@ -171,22 +160,14 @@ def test_worlds_are_compared(capsys: pytest.CaptureFixture, tmp_path: Path) -> N
         (["train:make"], "one of them at a time"),
         (["--trace"], "give a model, as module:function"),
         (["--params", "1e30"], "number of parameters: got 1e+30, wanted at least 1000 and at most 1e+15, such as 7e9"),
-        (["--params", "nan"], "--params: got 'nan', wanted a number above 0"),
-        (["--layers", "99999999"], "layers: got 99,999,999, wanted at most 1,024"),
         (
             ["--width", "1"],
             "layers: got 1,666,667, wanted at most 1,024, as 2e+07 parameters of width 1 make; give the",
         ),
-        (["--world", "0"], "--world: got '0', wanted an integer of at least 1 and at most 1,048,576"),
-        (["--world", "2,x"], "--world: got 'x', wanted an integer"),
-        (["--world", "2", "--nodes", "0"], "--nodes: got '0', wanted an integer of at least 1"),
         (["--world", "3", "--nodes", "2"], "--nodes: got 2, wanted a divisor of the 3 ranks of --world"),
-        (["--world", "3", "--nodes", "2", "--device", "cuda"], "--nodes: got 2, wanted a divisor of the 3 ranks"),
         (["--world", "2,4", "--nodes", "2"], "--nodes: wants one number of ranks, in --world"),
-        (["--sequence", "0"], "--sequence: got '0', wanted an integer of at least 1"),
         (["--json"], "--json: wants one number of ranks, in --world"),
         (["--world", "2", "--json", "/dev/null/a.json"], "--json: cannot write '/dev/null/a.json': Not a directory"),
-        (["a" * 500], "one of them at a time"),
     ],
 )
 def test_what_cannot_be_planned_is_said(capsys: pytest.CaptureFixture, words: list[str], text: str) -> None:
@@ -196,29 +177,6 @@ def test_what_cannot_be_planned_is_said(capsys: pytest.CaptureFixture, words: li
         status = error.code
     said = capsys.readouterr()
     assert (status, said.out) == (2, "") and text in said.err
-
-
-def test_the_deepest_model_is_planned_and_the_work_grows_with_its_layers_only() -> None:
-    shape, small = shape_of(1e15), Shape(3, 12, 25, 17)
-    assert shape.layers == 1024 and shape.numel == pytest.approx(1e15, rel=1e-3)
-    assert small.numel == sum(spec.numel for spec in small.specs("fp32"))
-
-    def calls(layers: int) -> int:
-        found = 0
-
-        def count(*_: Any) -> None:
-            nonlocal found
-            found += 1
-
-        sys.setprofile(count)
-        try:
-            zero.estimate(1e9, ranks=8, layers=layers)
-        finally:
-            sys.setprofile(None)
-        return found
-
-    calls(1)  # imports
-    assert calls(80) < 5 * calls(20)
 
 
 def test_a_large_plan_needs_no_torch() -> None:

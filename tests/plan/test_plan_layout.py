@@ -101,20 +101,6 @@ def test_fragments_of_any_window_are_what_slicing_finds(numels: list[int], start
     assert found == wanted
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_smallest_units_and_one_element_over_the_boundary(world: int) -> None:
-    grain = world * ALIGNMENT
-    for numels in ({}, {"empty": 0}):  # there is still something to send
-        layout = make_layout(numels, world)
-        assert layout.numel == grain
-        assert layout.gaps == (Span(0, grain),)
-        assert layout.fragments(Span(0, grain)) == ()
-        assert layout.shard(world - 1, world).numel == ALIGNMENT
-    assert [make_layout({"w": grain + more}, world).numel for more in (-1, 0, 1)] == [grain, grain, 2 * grain]
-    assert make_layout({"w": grain}, world).gaps == ()
-    assert make_layout({"w": grain + 1}, world).gaps == (Span(grain + 1, grain - 1),)
-
-
 def test_a_layout_by_hand() -> None:
     layout = make_layout({"a": 17, "none": 0, "b": 1, "c": 32}, 3)
     assert layout.spans == {"a": (0, 17), "none": (32, 0), "b": (32, 1), "c": (48, 32)}

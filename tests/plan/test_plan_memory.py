@@ -57,15 +57,6 @@ def test_bytes_a_parameter_by_format(dtype: str, formats: Formats, optimizer: fl
     assert replica_nbytes(numel, dtype, formats, numel - 512).optimizer == optimizer * numel + small
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("numel", [0, 1, 97, 4096 * 16 + 1])
-def test_one_rank_and_stage_0_hold_a_replica(numel: int, dtype: str) -> None:
-    for stage in STAGES:
-        assert formula_nbytes(numel, dtype, stage, 1) == replica_nbytes(numel, dtype)
-    for world in WORLDS:
-        assert formula_nbytes(numel, dtype, 0, world) == replica_nbytes(numel, dtype)
-
-
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 10**12), st.sampled_from(["bf16", "fp16", "fp32"]), st.integers(1, 4096))
 def test_each_stage_cuts_one_term_more(numel: int, dtype: str, world: int) -> None:
@@ -74,22 +65,6 @@ def test_each_stage_cuts_one_term_more(numel: int, dtype: str, world: int) -> No
     assert formula_nbytes(numel, dtype, 1, world) == (whole.parameters, whole.gradients, cut.optimizer)
     assert formula_nbytes(numel, dtype, 2, world) == (whole.parameters, cut.gradients, cut.optimizer)
     assert formula_nbytes(numel, dtype, 3, world) == cut
-
-
-def test_what_two_units_keep_alive_by_hand() -> None:
-    # 17 elements on 4 ranks: a buffer of 64, shards of 16. 128 elements: 128 and 32.
-    units = (unit("small", 17, 4), unit("large", 128, 4))
-    sharding = Sharding.of_stage(3)
-    optimizer = 12 * (16 + 32)
-    assert alive_nbytes(units, sharding, 4) == StateBytes(2 * (16 + 32), 0, optimizer)
-    assert alive_nbytes(units, sharding, 4, gathered=["small"]).parameters == 2 * (16 + 32) + 2 * 64
-    assert alive_nbytes(units, sharding, 4, gathered=["small", "large"]).parameters == 2 * (16 + 32) + 2 * (64 + 128)
-    assert alive_nbytes(units, sharding, 4, local_gradients=["large"]).gradients == 2 * 128
-    assert alive_nbytes(units, sharding, 4, reduced_gradients=["large"]).gradients == 4 * 32
-    at_once = alive_nbytes(
-        units, sharding, 4, gathered={"large"}, local_gradients={"large"}, reduced_gradients={"small", "large"}
-    )
-    assert at_once == StateBytes(2 * (16 + 32) + 2 * 128, 2 * 128 + 4 * (16 + 32), optimizer)
 
 
 def test_shards_differ_where_only_large_parameters_have_moments_in_fewer_bits() -> None:
@@ -106,30 +81,6 @@ def test_a_frozen_unit_of_any_dtype_the_engine_takes_is_counted(dtype: str, size
     frozen = unit("quantized", 128, 4, dtype, requires_grad=False, group=-1)
     assert alive_nbytes((frozen,), Sharding.of_stage(3), 4) == StateBytes(size * 32, 0, 0)
     assert alive_nbytes((frozen,), Sharding.of_stage(2), 4) == StateBytes(size * 128, 0, 0)
-
-
-def test_local_gradients_that_add_up_are_fp32() -> None:
-    units = (unit("block", 128, 4),)
-
-    def local(stage: int, accumulation: int) -> int:
-        sharding = Sharding.of_stage(stage)
-        return alive_nbytes(
-            units, sharding, 4 if stage else 1, local_gradients=["block"], accumulation=accumulation
-        ).gradients
-
-    assert [local(stage, 1) for stage in STAGES] == [2 * 128] * 4
-    assert [local(stage, 8) for stage in STAGES] == [4 * 128, 4 * 128, 2 * 128, 2 * 128]
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_at_rest_the_engine_holds_what_the_formula_says(stage: int, dtype: str, world: int) -> None:
-    numel = 3 * 16 * world  # divides without padding
-    parts = world if stage else 1
-    found = alive_nbytes((unit("block", numel, world, dtype),), Sharding.of_stage(stage), parts)
-    wanted = formula_nbytes(numel, dtype, stage, world)
-    assert (found.parameters, found.optimizer) == (wanted.parameters, wanted.optimizer)
 
 
 def test_gradients_on_their_way_by_hand() -> None:
@@ -150,12 +101,6 @@ def test_gradients_on_their_way_by_hand() -> None:
     assert most(units, 4, 1, collected=True) == 4 * (256 + 128) * 3 / 4 + landing
     whole = tuple(unit(name, 64, 4, "fp32") for name in "abc")
     assert [most(whole, 1, 4), most(whole, 1, 1), most((), 4, 1)] == [3 * 4 * 64 * 3 / 4 + 4 * 64, 4 * 64, 0]
-
-
-def test_a_second_copy_of_the_parameters_is_counted() -> None:
-    units = (unit("block", 128, 4),)
-    assert alive_nbytes(units, Sharding.of_stage(3), 4, secondary=2).parameters == 2 * (32 + 64)
-    assert alive_nbytes(units, Sharding.of_stage(2), 4, secondary=2).parameters == 2 * 128
 
 
 def test_what_is_kept_for_8_bits_is_counted() -> None:

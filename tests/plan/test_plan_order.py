@@ -74,12 +74,6 @@ def test_an_unknown_unit_silences_and_a_known_one_resumes_where_it_was() -> None
     assert upcoming(order, back) == 3
 
 
-def test_nothing_is_foretold_before_an_order_is_learnt() -> None:
-    assert upcoming([], START) is None
-    assert advance([], START, 0) == Position(0, False)
-    assert upcoming([], advance([], START, 0)) is None
-
-
 SIZES = [10, 20, 30, 40]
 ORDER = [0, 1, 2, 3, 3, 2, 1, 0]
 

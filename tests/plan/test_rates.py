@@ -4,19 +4,13 @@ of the model itself where it fits and runs, on a CPU with messages beside comput
 from __future__ import annotations
 
 import textwrap
-import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from zero.sizes.rates import DEVICES, REACHED, measured
-from zero.tools.plan import rank_rates
 
-CPU = torch.device("cpu")
 H100 = DEVICES["h100"]
 SLOW = """
     import time, torch
@@ -44,39 +38,6 @@ def test_given_devices_have_every_rate_and_no_more_than_their_data_sheets_say() 
     assert H100.intra_host == pytest.approx(450e9 * REACHED["links"])
 
 
-def test_flops_are_those_of_the_model_itself_in_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = set()
-
-    class Slow(nn.Linear):
-        def forward(self, values: torch.Tensor) -> torch.Tensor:
-            seen.add((values.dtype, self.weight.dtype))
-            time.sleep(0.05)
-            return super().forward(values)
-
-    monkeypatch.setattr(rank_rates, "_SECONDS", 0.01)
-    found = rank_rates.flops_of("bf16", 512, CPU, lambda: (Slow(8, 8), {"values": torch.ones(4, 8)}))
-    assert seen == {(torch.bfloat16, torch.bfloat16)} and 0 < found <= SLOW_FLOPS
-
-
-def test_recomputation_is_what_a_pass_takes_longer_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    class Counted(nn.Linear):
-        def forward(self, values: torch.Tensor) -> torch.Tensor:
-            calls.append(self)
-            return super().forward(values).relu()
-
-    def counted(turn: Any, device: torch.device, rounds: int) -> int:
-        calls.clear()
-        turn()
-        return len(calls)
-
-    monkeypatch.setattr(rank_rates, "_median", counted)
-    blocks = [Counted(8, 8) for _ in range(3)]
-    found = rank_rates.recomputing("fp32", 512, CPU, lambda: (nn.Sequential(*blocks), (torch.ones(2, 8),)))
-    assert found == {"none": 0.0, "selective": 1.0, "full": 1.0}, "each forward runs twice"
-
-
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / f"{tmp_path.name}.py").write_text(textwrap.dedent(SLOW))
@@ -88,6 +49,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_this_machine_is_measured_on_ranks_at_the_same_time() -> None:
     rates = measured(2, "bf16", 64)
     assert rates.flops.keys() == {"fp32", "bf16"} and min(rates.flops.values()) > 1e6
+    assert rates.recompute["bf16"].keys() == {"none", "selective", "full"}
     moved = rates.device_bandwidth, rates.host_bandwidth, rates.host_link
     assert min(moved) > 1e6 and rates.intra_host > 1e6 and 0 < rates.latency < 10
 

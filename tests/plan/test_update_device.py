@@ -49,22 +49,6 @@ def test_bytes_and_seconds_are_those_of_what_moves():
     assert found.on_host == max((here + 2 * sum(copies)) / 2, here)
 
 
-@pytest.mark.parametrize(
-    ("rates", "moments", "gpu"),
-    [
-        (H100, "fp32", True),
-        (H100._replace(link=12e9), "fp32", False),  # a slow link
-        (H100._replace(link=20e9), "fp32", False),
-        (H100._replace(link=15e9), "8bit", False),
-        (H100._replace(link=20e9), "8bit", True),  # 4 bytes cross where the host moves 14
-        (H100._replace(host=800e9), "fp32", False),  # a fast host
-        (H100._replace(device=60e9), "fp32", False),  # a device that is no faster
-    ],
-)
-def test_which_way_is_faster(rates, moments, gpu):
-    assert costs(rates, moments=moments).streams(1e12) is gpu
-
-
 def plan_streams(made: Setup) -> bool:
     return any(at.streamed for at in Search(made, own_choice(made.settings))._scheme(1)[0].placements)
 

@@ -39,17 +39,6 @@ def test_ranks_are_started_and_their_word_is_taken(backend: str, state: str) -> 
     assert state == OK or "no_backend" in found.text
 
 
-def test_what_ranks_wrote_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def popen(command: list[str], **more: object) -> object:
-        (Path(command[-1]) / "1").write_text("all-reduce: got [2.0], wanted [3.0]")
-        return namedtuple("Process", "communicate returncode")(lambda timeout: ("", None), 1)
-
-    monkeypatch.setattr(doctor.subprocess, "Popen", popen)
-    found = doctor.collectives("gloo", 2)
-    assert found.state == PROBLEM
-    assert "rank 1: all-reduce: got [2.0], wanted [3.0]" in found.text
-
-
 def states(findings: object) -> dict[str, tuple[str, str]]:
     return {name: (state, text) for name, state, text in findings}
 

@@ -13,13 +13,10 @@ import torch
 import torch.distributed as dist
 from marks import longer
 from models import Net, config, share
-from test_import import fresh
 from test_init_memory import Peak
 
 import zero
 from zero.__main__ import main
-from zero.plan.formats import Formats
-from zero.plan.memory import formula_nbytes
 from zero.sizes.choice import CHOICES, StageChoice
 from zero.sizes.estimate import DeviceBytes, Estimate, estimate
 from zero.sizes.shape import shape_of
@@ -147,16 +144,6 @@ def test_a_transformer_has_the_parameters_that_were_asked_for() -> None:
         assert f"{shape.numel:,} parameters" in str(shape)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_large_models_take_what_the_formula_of_the_paper_says(stage: int) -> None:
-    settings = config(stage, 64, **BF16, **adam(master="fp32"))
-    found = estimate(7e9, settings, 64).configured.device
-    wanted = formula_nbytes(shape_of(7e9).numel, "bf16", stage, 64, Formats())
-    assert found.parameters == pytest.approx(wanted.parameters, rel=1e-3)
-    assert found.masters + found.moments == pytest.approx(wanted.optimizer, rel=1e-3)
-    assert found.masters * 2 == pytest.approx(found.moments, rel=1e-6)
-
-
 def test_every_choice_has_a_row_and_the_one_of_the_configuration_is_marked() -> None:
     settings = config(2, 4, zero_optimization={"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}})
     found = zero.estimate(1e9, settings, 4)
@@ -173,16 +160,6 @@ def test_what_was_assumed_is_said() -> None:
     said = [" ".join(str(zero.estimate(1e6, settings, 2)).split()) for settings in (sgd, auto, none)]
     wanted = ["RMSprop runs as torch's own class", "'auto' looks at", "names no optimizer"]
     assert [text for line, text in zip(said, wanted, strict=True) if text not in line] == []
-
-
-def test_planning_by_number_of_parameters_needs_no_torch() -> None:
-    code = """
-        import json, zero
-        from zero.__main__ import main
-        status = main(["plan", "--params", "1e12", "--world", "4096"])
-        print(json.dumps(status))
-    """
-    assert fresh(code, ("torch", "numpy", "zero._cpu", "zero._cuda")) == 0
 
 
 def test_the_command_prints_the_table(capsys: pytest.CaptureFixture, tmp_path: Any) -> None:

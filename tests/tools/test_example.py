@@ -79,15 +79,6 @@ def test_no_position_sees_what_comes_after_it(gpt):
     assert not torch.allclose(gpt(one)[0, 2], gpt(other)[0, 2]), "so does the order"
 
 
-def test_a_wrong_size_is_named(parts, gpt):
-    with pytest.raises(ValueError, match="13 tokens do not fit into a context of 12"):
-        gpt(bytes_of(13))
-    with pytest.raises(ValueError, match="multiple of 2"):
-        parts[0].Shape(width=10, heads=4)
-    with pytest.raises(ValueError, match="at least 1"):
-        parts[0].Shape(layers=0)
-
-
 def test_generate_goes_beyond_the_context_and_repeats_itself(gpt):
     prompt = bytes_of(5)
     greedy = gpt.generate(prompt, 20, temperature=0)
@@ -116,61 +107,6 @@ def test_the_split_is_by_file_and_always_the_same(parts, tmp_path):
     more = text.read_split(tmp_path)
     assert set(split.train_files) <= set(more.train_files)
     assert set(split.validation_files) <= set(more.validation_files)
-
-
-def test_a_few_files_are_enough_and_fewer_are_an_error(parts, tmp_path):
-    read = parts[1].read_split
-    with pytest.raises(ValueError, match="wanted a folder"):
-        read(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="there is no file with UTF-8 text"):
-        read(tmp_path)
-    (tmp_path / "0.txt").write_text("t")
-    with pytest.raises(ValueError, match="a single file of 1 bytes is too short"):
-        read(tmp_path)
-    (tmp_path / "0.txt").write_text("0123456789" * 10)
-    alone = read(tmp_path)
-    assert bytes([*alone.train.tolist(), *alone.validation.tolist()]) == b"0123456789" * 10
-    assert alone.validation.numel() == 10
-    (tmp_path / "1.txt").write_text("1")
-    two = read(tmp_path)
-    assert sorted([*two.train_files, *two.validation_files]) == ["0.txt", "1.txt"]
-    assert two.train_files and two.validation_files
-
-
-def test_a_window_is_the_same_for_the_same_index(parts):
-    text = torch.arange(200, dtype=torch.uint8)
-    windows, again, other = (parts[1].Windows(text, 8, 50, seed) for seed in (0, 0, 1))
-    assert len(windows) == 50
-    for i in range(50):
-        x, y = windows[i]
-        assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (8,)
-        assert torch.equal(x + 1, y) and torch.equal(x, again[i][0])
-    assert any(not torch.equal(windows[i][0], other[i][0]) for i in range(50))
-    even = parts[1].Windows(text, 8, 4, seed=None)
-    assert [int(even[i][0][0]) for i in range(4)] == [0, 48, 96, 144]
-
-
-def test_the_bigram_model_that_a_run_is_compared_with(parts):
-    # "abab": a is followed by b twice, b by a once. With one added: P(b|a) = 3/258, P(a|b) = 2/257, P(a|a) = 1/258.
-    counts = parts[1].bigram_counts(torch.tensor(list(b"abab"), dtype=torch.uint8))
-    a, b = b"ab"
-    assert counts[a, b] == 2 and counts[b, a] == 1 and counts.sum() == 3
-    loss = parts[1].bigram_loss(counts, torch.tensor([a, b, a]), torch.tensor([b, a, a]))
-    assert loss == pytest.approx(-(math.log(3 / 258) + math.log(2 / 257) + math.log(1 / 258)) / 3)
-    for extra in (-1, 0, 1, 2):  # around the pieces in which a long text is counted
-        text = torch.randint(256, (2 * (1 << 20) + extra,), dtype=torch.uint8)
-        pairs = text[:-1].long() * 256 + text[1:].long()
-        assert torch.equal(parts[1].bigram_counts(text).flatten(), torch.bincount(pairs, minlength=65536))
-
-
-@pytest.mark.parametrize("count", [1, 31])
-def test_a_curve_of_any_number_of_steps_is_drawn(parts, tmp_path, monkeypatch, count):
-    report, kept = parts[2], []
-    monkeypatch.setattr(report.pyplot, "close", kept.append)
-    report.write_curve(tmp_path / "loss.png", [report.Point(n, 5 / n, 0.1, n) for n in range(1, count + 1)], 1.5, 2.5)
-    each, smoothed = kept[0].axes[0].lines[:2]
-    assert smoothed.get_ydata()[0] == pytest.approx(each.get_ydata()[0])
-    assert count > 2 or smoothed.get_marker() == ".", "one point of a line without markers cannot be seen"
 
 
 def test_the_configs_differ_in_the_stage_only():

@@ -26,12 +26,11 @@ from scenario import run, same
 from torch import nn
 
 import zero
-from zero.launch.args.check import OPTIONS, add_arguments, request
+from zero.launch.args.check import add_arguments, request
 from zero.tools.check.compare import Yardstick, judge
 from zero.tools.check.plain_engine import Step
 from zero.tools.check.recording import RunRecord
 from zero.tools.check.runs import CheckRun, RunKind
-from zero.tools.check.script import _clips
 
 CLIPS = "torch.nn.utils.clip_grad_norm_(p, 1)"
 FEW = {"steps": 2, "accumulations": (1,)}
@@ -126,7 +125,6 @@ def test_every_planted_error_is_found_and_no_right_model_is_blamed(pool, seed):
     models = list(MODELS) if seed else list(MODELS)[::3]
     assert pool.run(1 if seed == 2 else 2, alarms, seed, models)[0] == dict.fromkeys(models)
     found = pool.run(2, planted, list(MODELS)[5 * seed % len(MODELS)], seed)[0]
-    assert len({error.name for error in ERRORS}) == 18
     assert len(found) == len(ERRORS)
     assert all(found.values()), found
 
@@ -298,21 +296,9 @@ def test_a_script_that_gives_nothing_to_compare(command, text, words, said):
     assert ended.stderr.count("script.py:1: torch.nn.utils.clip_grad_norm_ and the like find no") == (CLIPS in text)
 
 
-def test_calls_that_clip_nothing_are_found(tmp_path):
-    script = tmp_path / "script.py"
-    for call in (CLIPS, "clip_grad_value_(p, 1)", "nn.utils.clip_grad_norm_(p, 1)"):
-        script.write_text(f"import torch\n{call}")
-        assert _clips(script) == [2]
-    for call in ("accelerator.clip_grad_norm_(p, 1)", "torch.nn.utils.clip_grad_norm_", "("):
-        script.write_text(f"import torch\n{call}")
-        assert _clips(script) == []
-
-
 def test_options_behind_the_script_are_pointed_out():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    own = {"--config", "--set"}  # which many scripts have, too
-    assert {*OPTIONS, *own, "-h", "--help"} == {word for action in parser._actions for word in action.option_strings}
     given = request(parser.parse_args(["--steps", "2", "script.py", "--nproc", "2", "--stages=1", "--lr", "3"]))
     assert given.stray_options == ("--nproc", "--stages=1")
     given = request(parser.parse_args(["--config", "a.json", "--set", "fp16.enabled=true", "script.py", "--config=b"]))

@@ -16,7 +16,7 @@ from nodes import environment
 
 from zero.config import load
 from zero.launch.args import tune
-from zero.tools.tune.tuning import Tried, Tuned, _next, _ordered
+from zero.tools.tune.tuning import Tried, Tuned, _next
 
 Command = Callable[..., subprocess.CompletedProcess]
 
@@ -125,11 +125,6 @@ def row(group: str, micro_batch: int, seconds: float, nbytes: float = 1e6, **mor
     name = f"stage {group}, {micro_batch} x 1"
     more = {"lacks": [], "sent": 1e6, **more}
     return {"name": name, "group": group, "micro_batch": micro_batch, "seconds": seconds, "bytes": nbytes, **more}
-
-
-def test_what_the_plan_holds_for_alike_goes_by_the_number_of_calls() -> None:
-    rows = [row("0", 1, 1.0), row("0", 4, 1.04), row("1", 8, 1.2), row("0", 2, 1.01)]
-    assert [(each["group"], each["micro_batch"]) for each in _ordered(rows)] == [("0", 4), ("0", 2), ("0", 1), ("1", 8)]
 
 
 def test_the_best_of_each_group_comes_first_then_the_group_that_is_fastest() -> None:
