@@ -1,4 +1,4 @@
-"""The forward passes of modules, told to who watches them, also those that a backward runs again; and moments."""
+"""Contexts around the forward passes of modules, also those recomputed in the backward; and time stamps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 class ModuleCalls:
-    """Those of some modules, until `end`."""
+    """Watches the forward passes of some modules, until `end`."""
 
     def __init__(self) -> None:
         self._ends: list[Callable[[], None]] = []
 
     def watch(self, module: nn.Module, around: Around) -> None:
-        """Have each pass of the module run inside of `around()`, but for what hooks that are there do before it."""
+        """Run each pass of the module inside `around()`, after the forward pre-hooks that already exist."""
         forward = vars(module).get("forward")
-        if hasattr(forward, "around"):  # one that `zero.recompute` runs again, where no hook is called
+        if hasattr(forward, "around"):  # recomputed by `zero.recompute`, which calls no hooks
             forward.around.append(around)
             self._ends.append(lambda: forward.around.remove(around))
             return
@@ -38,19 +38,19 @@ class ModuleCalls:
             if running:
                 running.pop().__exit__(None, None, None)
 
-        # Gathers come before, and releases after.
+        # Gathers run before, and releases after.
         self._ends.append(module.register_forward_pre_hook(begin).remove)
         self._ends.append(module.register_forward_hook(finish, prepend=True, always_call=True).remove)
 
     def end(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         for end in self._ends:
             end()
         self._ends = []
 
 
 def now(device: torch.device) -> Stamp:
-    """This moment, on a GPU that of its current stream."""
+    """The current time; on a GPU that of its current stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -59,10 +59,10 @@ def now(device: torch.device) -> Stamp:
 
 
 def ended(stamp: Stamp) -> bool:
-    """Whether the moment is past."""
+    """Whether the time is past."""
     return isinstance(stamp, float) or stamp.query()
 
 
 def seconds(start: Stamp, end: Stamp) -> float:
-    """Between two moments that are past."""
+    """The seconds between two past times."""
     return end - start if isinstance(end, float) else start.elapsed_time(end) / 1e3

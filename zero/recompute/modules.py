@@ -32,7 +32,7 @@ Forward = Callable[..., Any]
 class Recomputed:
     """Replaces the forward of one module. Copies of the module, also in files, get the plain forward.
 
-    inner: the forward that is run, and recomputed; around: functions that give contexts around it; policy: what is kept;
+    inner: the forward that is run, and recomputed; around: functions that return contexts for it; policy: what is kept;
     auto: measures calls until a policy is chosen, else None.
     """
 

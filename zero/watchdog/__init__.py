@@ -1,1 +1,1 @@
-"""Who waits for whom: each rank tells the others through the store what it does, so that a hang gets names."""
+"""Which rank waits for which: each rank reports its activity through the store, so that a hang can be explained."""

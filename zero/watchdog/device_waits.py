@@ -1,7 +1,7 @@
-"""Waits that the host has only ordered: NCCL's `wait()` returns at once, and the device's stream is what waits.
+"""Waits of the device: NCCL's `wait()` returns at once, and the device's stream waits.
 
-Whoever orders one has an event recorded before it and one after. As long as the first has passed and the second has
-not, the device waits; a thread can ask for that at any time, and blocks nobody.
+An event is recorded before each wait and one after it. While the first has passed and the second has
+not, the device waits; a thread can query that at any time without blocking.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from zero.watchdog.rank_status import Collective, Waiting
 
 
 class Event(Protocol):
-    """Something recorded in a stream, as torch.cuda.Event."""
+    """An event recorded in a stream, such as torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether the stream has come past it."""
+        """Whether the stream has passed it."""
 
     def synchronize(self) -> None:
-        """Block until it has."""
+        """Block until the stream has passed it."""
 
 
 class _Ordered(NamedTuple):
@@ -34,20 +34,20 @@ class _Ordered(NamedTuple):
 
 
 class DeviceWaits:
-    """Those of one engine on this rank. Any thread orders one; one thread looks at them.
+    """The device waits of one engine on this rank. Any thread orders one; one thread looks at them.
 
-    record:  puts an event into the stream that the calling thread works in;
-    looking: held by that thread while it asks the device.
+    record:  records an event in the calling thread's current stream;
+    looking: held by that thread while it queries the device.
     """
 
     def __init__(self, record: Callable[[], Event]) -> None:
         self.looking = threading.Lock()
         self._record = record
-        self._ordered: deque[_Ordered] = deque(maxlen=1 << 14)  # nobody may be left who looks at them
+        self._ordered: deque[_Ordered] = deque(maxlen=1 << 14)  # bounded, in case no thread looks at them any more
         self._now: tuple[_Ordered, Waiting] | None = None
 
     def order(self, works: Iterable[dist.Work], collective: Collective, on_host: bool) -> None:
-        """Have the current stream wait for the collective, and this thread, too, if `on_host`."""
+        """Make the current stream wait for the collective, and this thread, too, if `on_host`."""
         before = self._record()
         for work in works:
             work.wait()
@@ -57,13 +57,13 @@ class DeviceWaits:
             after.synchronize()
 
     def look(self) -> Waiting | None:
-        """The wait that the device is in, since it was first seen there; the same object as long as it lasts."""
+        """The device's current wait, from when it was first seen; the same object as long as it lasts."""
         with self.looking:
             while self._ordered and self._ordered[0].after.query():
                 self._ordered.popleft()
             first = self._ordered[0] if self._ordered else None
             begun = first is not None and first.before.query()
-        if not begun:  # nothing is left, or the device still computes
+        if not begun:  # no waits are left, or the device still computes
             self._now = None
         elif self._now is None or self._now[0] is not first:
             self._now = first, Waiting(first.collective, time.monotonic())

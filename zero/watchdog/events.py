@@ -1,4 +1,4 @@
-"""What one engine does, told to whoever has subscribed; where nobody has, it costs a look at an empty list."""
+"""The events of one engine, for subscribers; without any, an event costs a look at an empty list."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-Stamp = Any  # a moment: a float of time.perf_counter(), or an event of a GPU's stream
+Stamp = Any  # a time: a float of time.perf_counter(), or an event of a GPU's stream
 Span = Callable[[str, str], AbstractContextManager[Any]]  # (verb, unit) -> around the work
 Waited = Callable[[Any, Stamp, Stamp, Stamp], None]  # a Collective, its begin, and one wait for it: begin, end
 _NOTHING = contextlib.nullcontext()
 
 
 class Events:
-    """Of one engine on this rank. Watchers are called on the thread that does the work.
+    """The events of one engine on this rank. Subscribers are called on the thread that does the work.
 
     Spans are of work on a unit (gather, release, reduce, sum, update, copy, write, "wait read", "wait update") or of a
     call of the engine (the name of its phase, and no unit).
 
-    clock: the moment now, of the device that waits end on.
+    clock: returns the current time, of the device that waits end on.
     """
 
     def __init__(self) -> None:
         self.clock: Callable[[], Stamp] = time.perf_counter
         self._spans: tuple[Span, ...] = ()
         self._waits: tuple[Waited, ...] = ()
-        self._begun: dict[int, Stamp] = {}  # by number of the collective, while somebody wants to know of waits
+        self._begun: dict[int, Stamp] = {}  # by number of the collective, while waits have subscribers
 
     def subscribe(self, span: Span | None = None, waited: Waited | None = None) -> Callable[[], None]:
-        """Tell of spans, of waits, or both from now on; returns what ends it."""
+        """Subscribe to spans, waits, or both; returns a function that ends the subscription."""
         self._spans += () if span is None else (span,)
         self._waits += () if waited is None else (waited,)
 
@@ -45,7 +45,7 @@ class Events:
         return self._each(verb, unit) if self._spans else _NOTHING
 
     def began(self, number: int) -> None:
-        """A collective begins."""
+        """Record the begin of a collective."""
         if self._waits:
             self._begun[number] = self.clock()
 
@@ -60,7 +60,7 @@ class Events:
         begun, end = self._begun.get(collective.number, start), self.clock()
         for told in self._waits:
             told(collective, begun, start, end)
-        if len(self._begun) > 2 * _KEPT:  # another thread may begin one meanwhile
+        if len(self._begun) > 2 * _KEPT:  # another thread may add one meanwhile
             for number in sorted(self._begun)[:_KEPT]:
                 self._begun.pop(number, None)
 
@@ -72,4 +72,4 @@ class Events:
             yield
 
 
-_KEPT = 1000  # collectives whose begin is known: more are never on their way
+_KEPT = 1000  # begins of collectives to keep: never more are in flight

@@ -1,4 +1,4 @@
-"""Looks at this rank's waits from a thread of its own: says what is waited for, and ends what is in vain."""
+"""Watches this rank's waits from a separate thread: logs the long ones, and ends the hopeless ones."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waitin
 from zero.watchdog.status_store import STOPPED, StatusStore
 
 TICK = 0.4  # seconds between two looks
-SAYS = 4.0  # seconds of a wait before the first line, so that it stands there before 5 have passed
+SAYS = 4.0  # seconds of a wait before the first line, which thus appears within 5
 AGAIN = 60.0  # seconds between two lines
 READS = 0.3  # seconds of a wait before the other ranks' records are read
 SURE = 1.0  # seconds of a wait before another rank's exception ends it
-LEAVES = 10.0  # seconds that a thread has to leave a wait that was ended
-EXPLAINS = 6.0  # seconds that a wait which failed stays to be explained, at most
+LEAVES = 10.0  # seconds for a thread to leave an ended wait
+EXPLAINS = 6.0  # maximal seconds to explain a failed wait
 TOLD = 0.2  # seconds after which a record has reached the store
 LINGERS = 1.0  # seconds after which other ranks have read it
-OUTLIVES = 3.0  # seconds that the store stays after a program that failed, for ranks on busy machines
-NEAR = 1.0  # a wait that was lost this close to its time-out ended because of it, on another rank perhaps
-TAG = (1 << 30) + 1  # of a message that nobody sends
+OUTLIVES = 3.0  # seconds that the store stays after a failed program, for ranks on busy machines
+NEAR = 1.0  # a wait lost this close to its time-out ended because of it, perhaps that of another rank
+TAG = (1 << 30) + 1  # of a message that no rank sends
 
 
 class HangDetector(threading.Thread):
@@ -46,7 +46,7 @@ class HangDetector(threading.Thread):
         device: DeviceWaits | None,
     ) -> None:
         super().__init__(name="zero-hang-detector", daemon=True)
-        self.explained = threading.Event()  # a `status.gave_up` is there
+        self.explained = threading.Event()  # `status.gave_up` is set
         self._status = status
         self._store = store
         self._groups = groups
@@ -56,13 +56,13 @@ class HangDetector(threading.Thread):
         self._said: Waiting | None = None  # the wait that the last line was about
         self._next = 0.0  # time.monotonic() of the next line about it
         self._answers = 0.0  # time.monotonic() of the next answer to ranks that wait for this one
-        self._asks = 0  # of the store, answered
-        self._resumed = 0.0  # time.monotonic() at which this process went on after it was stopped
+        self._asks = 0  # the store's asks already answered
+        self._resumed = 0.0  # time.monotonic() at which this process continued after it was stopped
         self._wake = threading.Event()
         self._ended = False
 
     def poke(self) -> None:
-        """Look now."""
+        """Look at the waits now."""
         self._wake.set()
 
     def end(self) -> None:
@@ -71,7 +71,7 @@ class HangDetector(threading.Thread):
         self._wake.set()
 
     def run(self) -> None:
-        """Until the end, or until the process group is gone."""
+        """Run until the end, or until the process group is gone."""
         looked = time.monotonic()
         while not self._ended and dist.is_initialized() and dist.group.WORLD is self._world:
             now = time.monotonic()
@@ -81,7 +81,7 @@ class HangDetector(threading.Thread):
             try:
                 self._look(now)
             except Exception:
-                # Training goes on without us; that nobody watches must not stay a secret.
+                # Training continues without the detector, so log that it is gone.
                 logger.exception("rank %d: the watchdog over waiting ranks has ended", self._status.rank)
                 return
             self._wake.wait(TICK if self._status.failed_wait is None else TICK / 4)
@@ -90,7 +90,7 @@ class HangDetector(threading.Thread):
     def _look(self, now: float) -> None:
         status, failed, waiting = self._status, self._status.failed_wait, self._waiting()
         if status.gave_up:
-            # The connections are closed or worth nothing; whatever wait comes now is on the way out.
+            # The connections are closed or useless; any wait now is part of the exit.
             if waiting is not None and now - waiting.since > SURE:
                 self._end_wait(waiting)
         elif failed is not None:
@@ -123,7 +123,7 @@ class HangDetector(threading.Thread):
         return f"rank {status.rank} has waited for the {waiting.collective} for {age:.1f} s{within}"
 
     def _say(self, waiting: Waiting, age: float, now: float) -> None:
-        """A line about a wait that lasts: at once, then every so often."""
+        """Log a line about a long wait, and repeat it at intervals."""
         if waiting is self._said and now < self._next:
             return
         self._said, self._next = waiting, now + AGAIN
@@ -132,14 +132,14 @@ class HangDetector(threading.Thread):
         logger.log(logging.WARNING, "%s; %s", self._subject(waiting, age), there)
 
     def _answer(self, now: float) -> None:
-        """This rank does not wait, but others may wait for it: then it says where it is."""
+        """Log where this rank is, if it does not wait but others may wait for it."""
         store, status = self._store, self._status
         if store.asks == self._asks or now < self._answers:
             store.reading = False
             return
         store.reading = True
         if now - store.records.read_at > store.silence:
-            return  # look again when there is something to see
+            return  # the next look may find something
         self._asks, self._answers = store.asks, now + AGAIN
         waiting = [seen.record for seen in store.view().others.values() if seen.record.seconds >= SAYS - 1]
         if waiting:
@@ -154,7 +154,7 @@ class HangDetector(threading.Thread):
             )
 
     def _explain(self, failed: FailedWait, now: float) -> None:
-        """Find out why a wait failed, and let the thread that is in it go."""
+        """Find out why a wait failed, and release its thread."""
         view, seconds = self._store.view(), now - failed.at
         collective, age = failed.waiting.collective, failed.at - failed.waiting.since
         why = report.cause_of_loss(view, seconds) if view.others or seconds > view.silence else ""
@@ -164,7 +164,7 @@ class HangDetector(threading.Thread):
         if age >= self._timeout - NEAR:
             text += f", the time-out (zero.timeout); {report.hang_report(view, collective.text)}"
         elif why == report.UNKNOWN:
-            # Such as the process group's own time-out, where it is shorter than ours.
+            # Such as the process group's own time-out, if it is shorter than ours.
             text += f"; {report.hang_report(view, collective.text)}; {report.clipped(failed.error)}"
         self._judge(text, collective)
 
@@ -173,7 +173,7 @@ class HangDetector(threading.Thread):
         text = f"{status.own_error()}{text}"
         status.missing, status.gave_up, status.error, status.failing = missing, text, text, True
         self._store.poke()
-        # Others read the reason before they see a connection close, and before the store is gone with this process.
+        # Other ranks must read the reason before a connection closes, and before the store ends with this process.
         time.sleep(LINGERS if self._store.keeps else TOLD)
         self.explained.set()
 
@@ -182,16 +182,16 @@ class HangDetector(threading.Thread):
         error, failing = status.error, status.failing
         self._judge(text, waiting.collective)
         if self._waiting() is not waiting and status.failed_wait is None:
-            # It has ended well in the last moment.
+            # The wait has just ended successfully.
             status.error, status.failing, status.gave_up, status.missing = error, failing, "", ()
             self.explained.clear()
         else:
             self._end_wait(waiting)
 
     def _end_wait(self, waiting: Waiting) -> None:
-        """Make the thread that is in this wait leave it, or the process end."""
+        """Make the waiting thread leave this wait, or end the process."""
         end = time.monotonic() + LEAVES
-        if self._device is not None:  # from another thread, as that may hang, too
+        if self._device is not None:  # from another thread, because this may hang, too
             threading.Thread(target=self._abort, name="zero-abort", daemon=True).start()
         while self._waiting() is waiting:
             if time.monotonic() > end:
@@ -203,19 +203,19 @@ class HangDetector(threading.Thread):
             time.sleep(0.1)
 
     def _abort(self) -> None:
-        """Have NCCL end what the device does for these groups, so that its streams and who waits for them go on."""
+        """Make NCCL abort the work of these groups, so that the device's streams and their waiters continue."""
         for group in self._groups:
             group.abort()
 
     def _interrupt(self) -> None:
-        """Close the connections of this process, which ends whatever wait another thread is in.
+        """Close the connections of this process, which ends any wait of another thread.
 
-        gloo does so when the wait for any message runs out of time, so we wait for one that nobody sends.
+        gloo does so when any wait times out, so this waits for a message that no rank sends.
         """
         for group in self._groups:
             for peer in range(dist.get_world_size(group)):
                 if peer != dist.get_rank(group):
-                    # Its error is what we are here for, or the connection to this peer is closed already.
+                    # This error is expected, or the connection to this peer is closed already.
                     with contextlib.suppress(RuntimeError):
                         work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=TAG)
                         work.wait(datetime.timedelta(milliseconds=1))

@@ -1,4 +1,4 @@
-"""Where ranks are: what each says of itself, and what a rank that waits can tell from that. Plain values only."""
+"""The records that ranks publish of themselves, and what a waiting rank concludes from them. Plain values only."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank says of itself.
+    """One rank's published state.
 
-    beat:    grows with every record; a rank whose beat stands still is stopped or dead;
+    beat:    grows with every record; a rank whose beat does not grow is stopped or dead;
     steps:   optimizer steps it has done;
     number:  collectives it has begun, and `last` the text of the last one;
     waits:   text of the collective that it waits for, "" when it does not wait; `wait` its number, `seconds` how long;
-    error:   the last exception that left the engine, as text; kept when the rank goes on;
-    fault:   0, or the place of that exception among those of all ranks, as long as the rank has not gone on;
-    missing: the ranks for want of which it gave up; empty when the exception is its own;
+    error:   the last exception that left the engine, as text; kept when the rank continues;
+    fault:   0, or the place of that exception among those of all ranks, until the rank continues;
+    missing: the ranks whose absence made it give up; empty if the exception is its own;
     progress: grows while it writes a checkpoint.
     """
 
@@ -63,26 +63,26 @@ class Record:
 
 
 def record_of(text: str | bytes) -> Record:
-    """The record that `to_json` wrote."""
+    """The record from the text of `to_json`."""
     values = json.loads(text)
     return Record(**values | {"phase": Phase(values["phase"]), "missing": tuple(values["missing"])})
 
 
 class Seen(NamedTuple):
-    """Another rank's record, and for how many seconds its beat has stood still."""
+    """Another rank's record, and the seconds since its beat last grew."""
 
     record: Record
     silent: float
 
 
 class View(NamedTuple):
-    """What a rank knows of the others.
+    """A rank's knowledge of the others.
 
     others:  by rank; a rank that never wrote is missing;
     peers:   the other ranks;
-    silence: seconds without a beat from which on a rank counts as stopped or dead;
-    store:   seconds for which the store itself has not answered; inf when its connection is closed;
-    keeper:  the rank whose process keeps the store, or None when that is no rank.
+    silence: seconds without a beat after which a rank counts as stopped or dead;
+    store:   seconds since the store last answered; inf if its connection is closed;
+    keeper:  the rank whose process runs the store, or None if it is no rank's.
     """
 
     others: Mapping[int, Seen]
@@ -110,13 +110,13 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def clipped(text: str) -> str:
-    """The first line of a message, and not too much of it."""
+    """The first line of a message, shortened."""
     line = text.strip().partition("\n")[0]
     return line if len(line) <= MOST_LETTERS else line[: MOST_LETTERS - 3] + "..."
 
 
 def where(record: Record) -> str:
-    """Where a rank that speaks is, as a phrase after its name and a colon."""
+    """Where a responding rank is, as a phrase after its name and a colon."""
     last = f", last the {record.last}" if record.last else ""
     if record.gave_up and record.fault:
         blamed = f" for want of {ranks_text(record.missing)}" if record.missing else ""
@@ -138,11 +138,11 @@ def where(record: Record) -> str:
 
 
 def hang_report(view: View, waits: str) -> str:
-    """Where every other rank is, in groups; `waits` is the text of what this rank waits for."""
+    """Where every other rank is, in groups; `waits` is the text of this rank's wait."""
     groups: dict[str, list[int]] = {}
     for rank, seen in sorted(view.others.items()):
         groups.setdefault(_phrase(seen, waits, view.silence), []).append(rank)
-    # The same first; among the others the smallest groups, which are the ones to look at.
+    # Ranks in the same wait first; then the smallest groups, which are the interesting ones.
     ordered = sorted(groups.items(), key=lambda item: (item[0] != _SAME, len(item[1]), item[1]))
     parts = [f"{ranks_text(ranks)}: {phrase}" for phrase, ranks in ordered[:MOST_GROUPS]]
     if len(ordered) > MOST_GROUPS:
@@ -168,7 +168,7 @@ SAVES = "save_checkpoint() was called on some ranks only: it is for all, so not 
 
 
 def _parted(waits: str, record: Record) -> bool:
-    """Whether that rank waits in vain as we do, for another unit."""
+    """Whether that rank waits in vain like this one, but for another unit."""
     both = (waits, record.waits)
     return (
         not record.fault
@@ -179,7 +179,7 @@ def _parted(waits: str, record: Record) -> bool:
 
 
 def store_text(view: View) -> str:
-    """What a store that does not answer means."""
+    """The explanation of a store that does not answer."""
     since = "its connection is closed" if view.store == math.inf else f"it has not answered for {view.store:.1f} s"
     if view.keeper is None:
         return f"the store of the process group is out of reach ({since})"
@@ -187,24 +187,24 @@ def store_text(view: View) -> str:
 
 
 def wanted(view: View, waits: str) -> tuple[int, ...]:
-    """The ranks for want of which the collective does not end."""
+    """The ranks whose absence keeps the collective from ending."""
     ranks = [rank for rank, seen in view.others.items() if _phrase(seen, waits, view.silence) != _SAME]
     lost = view.keeper is not None and view.store > view.silence
     return tuple(sorted(ranks)) or ((view.keeper,) if lost else ())
 
 
 def cause(view: View, number: int, perhaps: str = FEWER) -> str:
-    """Why waiting for collective `number` is in vain, or "" when it may still end.
+    """Why waiting for collective `number` is in vain, or "" if it may still end.
 
-    perhaps: what may be the reason where another rank has ended without an error.
-    A rank that has failed or ended matters only when it has not begun that collective; else its part is sent.
+    perhaps: the possible reason if another rank has ended without an error.
+    A rank that has failed or ended matters only if it has not begun that collective; else its part is sent.
     """
     for record in _faults(view):
         if not record.gave_up and record.number < number:
             return _told(record)
     if gone := [rank for rank in _ended(view) if view.others[rank].record.number < number]:
         return _gone(view, gone, perhaps)
-    # Who gave up has closed its connections, or is about to.
+    # A rank that gave up has closed its connections, or is about to.
     return next((_told(record) for record in _faults(view) if record.gave_up), "")
 
 
@@ -212,12 +212,12 @@ UNKNOWN = "a message failed though every other rank still speaks"
 
 
 def cause_of_loss(view: View, seconds: float) -> str:
-    """Why a connection was lost `seconds` ago; "" when it cannot be told yet, UNKNOWN after 1.25 x silence."""
+    """Why a connection was lost `seconds` ago; "" while that is unknown, UNKNOWN after 1.25 x silence."""
     faults, ended = _faults(view), _ended(view)
     for record in faults:
         if not record.gave_up:
             return _told(record)
-    # Who has ended is silent, too, but said so before.
+    # A rank that has ended is silent, too, but announced it before.
     silent = sorted(rank for rank, seen in view.others.items() if seen.silent >= view.silence and rank not in ended)
     if silent:
         return f"{ranks_text(silent)} gone: {_silence(view.others[silent[0]])}"
@@ -233,7 +233,7 @@ def cause_of_loss(view: View, seconds: float) -> str:
 
 
 def first_difference(lists: Sequence[Sequence[str]]) -> tuple[int, list[str]]:
-    """The first index at which lists of different ranks differ, and what stands there; "" where a list has ended."""
+    """The first index at which lists of different ranks differ, and their items there; "" if a list has ended."""
     for index in range(max(map(len, lists))):
         there = [texts[index] if index < len(texts) else "" for texts in lists]
         if len(set(there)) > 1:
@@ -242,7 +242,7 @@ def first_difference(lists: Sequence[Sequence[str]]) -> tuple[int, list[str]]:
 
 
 def difference_text(there: Sequence[str], nothing: str, ranks: Sequence[int] | None = None) -> str:
-    """What each of `ranks` (0, 1, ...) has at the place where they differ, ranks with the same together."""
+    """The item of each of `ranks` (0, 1, ...) where they differ, with equal ranks grouped."""
     groups: dict[str, list[int]] = {}
     for rank, text in zip(range(len(there)) if ranks is None else ranks, there, strict=True):
         groups.setdefault(clipped(text) or nothing, []).append(rank)
@@ -267,7 +267,7 @@ def _silence(seen: Seen) -> str:
 
 
 def _faults(view: View) -> list[Record]:
-    """Of ranks that raised or gave up, in that order."""
+    """The records of ranks that raised or gave up, in order of the faults."""
     return sorted((seen.record for seen in view.others.values() if seen.record.fault), key=lambda record: record.fault)
 
 

@@ -16,9 +16,9 @@ SHARE = 0.5  # seconds after which a turn makes way for this rank's record
 
 
 class Messages:
-    """What this rank sends and what it waits for. The store's thread calls `turn`, any other thread the rest.
+    """The values that this rank sends and waits for. The store's thread calls `turn`, any other thread the rest.
 
-    open: between the begin and the end of a use; `wake` has the store's thread call `turn` soon.
+    open: between the begin and the end of a use; `wake` makes the store's thread call `turn` soon.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -27,37 +27,37 @@ class Messages:
         self._wake = wake
         self._state = threading.Condition()
         self._posted: dict[str, bytes] = {}
-        self._unread: list[str] = []  # keys that not all have read
-        self._expected: dict[str, int] = {}  # key -> the rank that puts it down
+        self._unread: list[str] = []  # keys that some ranks have not read
+        self._expected: dict[str, int] = {}  # key -> the rank that writes it
         self._received: dict[str, bytes] = {}
 
     def post(self, key: str, value: Any, readers: int = 1) -> None:
-        """Send a value that JSON holds, compressed at most 8 MiB; who reads it last of `readers` removes it."""
+        """Send a JSON value, compressed at most 8 MiB; the last of `readers` removes it."""
         data = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
         with self._state:
             self._posted[key] = f"{readers} ".encode() + data
         self._hurry()
 
     def expect(self, keys: Mapping[str, int]) -> None:
-        """Look for these from now on, each from the rank that it names."""
+        """Expect these keys from now on, each from its rank."""
         with self._state:
             self._expected, self._received = dict(keys), {}
         self._hurry()
 
     def wait(self, seconds: float) -> list[Any] | None:
-        """What was expected, once all of it is there; None after so many seconds."""
+        """The expected values, once all have arrived; None after `seconds`."""
         with self._state:
             if not self._state.wait_for(lambda: not self.waiting, seconds):
                 return None
             return [json.loads(zlib.decompress(self._received[key])) for key in self._expected]
 
     def flush(self, seconds: float, failed: Callable[[], object]) -> None:
-        """Wait until all have read what was posted; not for ever, as they may be gone."""
+        """Wait until all ranks have read the posted values, but not for ever: ranks may be gone."""
         with self._state:
             self._state.wait_for(lambda: failed() or not (self._posted or self._unread), seconds)
 
     def close(self) -> None:
-        """Wait for nothing any more; what is posted is still put down."""
+        """Stop waiting; posted values are still written."""
         with self._state:
             self._expected, self._received, self.open = {}, {}, False
         self._wake()
@@ -69,7 +69,7 @@ class Messages:
 
     @property
     def waiting(self) -> bool:
-        """Whether something that was expected is missing."""
+        """Whether an expected value is missing."""
         return len(self._received) < len(self._expected)
 
     @property
@@ -78,7 +78,7 @@ class Messages:
         return bool(self._posted or self._unread or self.waiting)
 
     def turn(self, store: SignedStore, each: bool) -> None:
-        """Put down what is posted, and take what has come; `each`: look for every message, not only for all at once."""
+        """Write posted values, and read arrived ones; `each`: check every key, not only all at once."""
         end = time.monotonic() + SHARE
         while self._posted:
             key = next(iter(self._posted))
@@ -99,7 +99,7 @@ class Messages:
         self.notify()
 
     def notify(self) -> None:
-        """Have those that wait look again."""
+        """Wake the waiting threads."""
         with self._state:
             self._state.notify_all()
 
@@ -108,7 +108,7 @@ class Messages:
         self._wake()
 
     def _take(self, store: SignedStore, key: str) -> bytes | None:
-        """Read a value; None for what no rank has put down."""
+        """Read a value; None if no rank of this job has written it."""
         (value,) = store.get([key])
         if value is None:
             return None

@@ -1,4 +1,4 @@
-"""What this rank is doing, written by the thread that computes and read by those that watch."""
+"""This rank's current activity, written by the computing thread and read by the watching threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zero.watchdog.hang_report import Phase, Record, clipped
 
 
 class Collective(NamedTuple):
-    """One that this rank has begun; `number` counts them, and `sent` are the bytes that leave this rank in it."""
+    """A collective that this rank has begun; `number` counts them, and `sent` are its bytes that leave this rank."""
 
     direction: str
     unit: str
@@ -17,17 +17,17 @@ class Collective(NamedTuple):
     sent: int = 0
 
     def __str__(self) -> str:
-        """As it stands in messages."""
+        """Its name in messages."""
         return f"{self.text} (#{self.number})"
 
     @property
     def text(self) -> str:
-        """Without the number, which may differ between ranks that wait for the same."""
+        """Its name without the number, which may differ between ranks that wait for the same collective."""
         return f"{self.direction} of unit '{self.unit}'" if self.unit else self.direction
 
 
 class Waiting(NamedTuple):
-    """The wait that a thread is in, and the time.monotonic() at which it began."""
+    """A thread's current wait, and the time.monotonic() at which it began."""
 
     collective: Collective
     since: float
@@ -42,16 +42,16 @@ class FailedWait(NamedTuple):
 
 
 class RankStatus:
-    """What one engine does on this rank. Attributes are plain values, each written by one thread; no lock is needed.
+    """One engine's activity on this rank. Attributes are plain values, each written by one thread, without locks.
 
-    Only an update beside the training loop that fails writes `error` and `failing`, too; nothing else counts then.
+    A failed update beside the training loop also writes `error` and `failing`; nothing else matters then.
 
-    waiting: the wait that blocks now, or None; last: the collective begun last;
+    waiting: the wait that blocks now, or None; last: the last collective begun;
     sent:    bytes that have left this rank for others, in messages of the engine;
-    error:   the last exception that left the engine; failing: and no call has begun since;
-    gave_up: why this rank gave up waiting, "" while it has not; missing: for want of whom;
-    failed_wait: one that failed and is not explained yet;
-    progress: what this rank has got done of a save, in bytes; several threads count, and only that it moves matters.
+    error:   the last exception that left the engine; failing: no call has begun since;
+    gave_up: why this rank gave up waiting, "" if it has not; missing: the ranks it waited for;
+    failed_wait: a failed wait that is not explained yet;
+    progress: bytes of a save that this rank has written; several threads count, and only its growth matters.
     """
 
     def __init__(self, rank: int) -> None:
@@ -70,18 +70,18 @@ class RankStatus:
         self.progress = 0
 
     def fail(self, error: BaseException) -> None:
-        """An exception leaves the engine."""
+        """Record an exception that leaves the engine."""
         self.error = self.gave_up or f"{type(error).__name__}: {clipped(str(error))} in {self.phase.value}"
         self.failing = True
 
     def own_error(self) -> str:
-        """How the reason begins on a rank that raised before: who went on after an error may be why ranks parted."""
+        """The prefix of a reason on a rank that raised before: continuing after an error may be why ranks diverged."""
         if not self.error or self.gave_up:
             return ""
         return f"rank {self.rank} raised {clipped(self.error)}{'' if self.failing else ' and went on'}; "
 
     def record(self, beat: int, fault: int) -> Record:
-        """What other ranks may know."""
+        """The record for other ranks."""
         waiting, last = self.waiting, self.last
         return Record(
             rank=self.rank,

@@ -1,4 +1,4 @@
-"""The store of the process group, to which anybody can write who reaches its port: what counts there is signed."""
+"""The process group's store with signed values: any program that reaches its port can write to it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _LENGTH = len(signature(b""))
 
 
 class SignedStore:
-    """Keys of the store below `prefix`, with values that are signed with the job's secret; `rank` stands in messages.
+    """Keys of the store below `prefix`, with values signed with the job's secret; `rank` is for messages.
 
-    To be used by one thread, which a store whose process is stopped blocks.
-    What is signed in one attempt of a job means nothing in the next one. Where the ranks have no secret, because
-    another launcher started them, a value is known to be whole, and no more than that.
+    Only one thread may use it; it blocks if the store's process is stopped.
+    Signatures of one attempt of a job are invalid in the next one. If the ranks have no secret, because
+    another launcher started them, values are only known to be complete.
 
-    keeper: the rank whose process answers for the store, None where that is no rank's.
+    keeper: the rank whose process runs the store, None if it is no rank's.
     """
 
     def __init__(self, prefix: str, rank: int) -> None:
-        # The original goes when the process group does, and with it, on the rank that keeps it, the server.
+        # The original store ends with the process group, and with it, on the rank that runs it, the server.
         self._original = dist.distributed_c10d._get_default_store()
         self._store = self._original.clone() if hasattr(self._original, "clone") else self._original
         self.keeper = _keeper(self._original)
@@ -37,21 +37,21 @@ class SignedStore:
         self._doubted: set[str] = set()
 
     def set(self, key: str, value: bytes) -> None:
-        """Sign `value` and put it under `key`."""
+        """Sign `value` and write it under `key`."""
         key = self._prefix + key
         self._store.set(key, signature(self._secret, key.encode(), value) + value)
 
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values of keys that are there; None, and a line once, where no rank of this job has put one."""
+        """The values of existing keys; None, and one log line, for a value that no rank of this job wrote."""
         values = self._store.multi_get([self._prefix + key for key in keys]) if keys else []
         return [self._checked(key, bytes(value)) for key, value in zip(keys, values, strict=True)]
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Whether all of these keys are there."""
+        """Whether all of these keys exist."""
         return self._store.check([self._prefix + key for key in keys])
 
     def add(self, key: str, number: int) -> int:
-        """Add to a counter, and return what it is then; counters are not signed."""
+        """Add to a counter, and return its new value; counters are not signed."""
         return self._store.add(self._prefix + key, number)
 
     def delete(self, key: str) -> None:
@@ -59,7 +59,7 @@ class SignedStore:
         self._store.delete_key(self._prefix + key)
 
     def doubt(self, key: str) -> None:
-        """Say, once, that what stands under `key` is not what a rank of this job has put there."""
+        """Log, once, that no rank of this job wrote the value under `key`."""
         if key not in self._doubted:
             self._doubted.add(key)
             text = "rank %d leaves out '%s' in the store of the process group, which somebody else has written"
@@ -67,7 +67,7 @@ class SignedStore:
             logger.log(logging.WARNING, text, self._rank, self._prefix + key)
 
     def close(self) -> None:
-        """Let go of the store; where this process keeps it, it may go now."""
+        """Release the store; if this process runs it, it may end now."""
         self._original = self._store = None
 
     def _checked(self, key: str, signed: bytes) -> bytes | None:
@@ -79,7 +79,7 @@ class SignedStore:
 
 
 def _keeper(store: dist.Store) -> int | None:
-    """The rank whose process answers for the store: 0, as torch makes it, unless a launcher or a file does."""
+    """The rank whose process runs the store: 0, as torch makes it, unless a launcher or a file does."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,7 +1,7 @@
-"""What ranks tell each other through the process group's store, written and read by a thread of its own.
+"""Reports between ranks through the process group's store, written and read by a separate thread.
 
-Each rank has a record of what it does, for reports on hangs; the barriers of saves send messages. No collective is
-involved, and the thread that computes never waits for the store: one whose process is stopped blocks whoever asks it.
+Each rank has a record of its activity, for hang reports; the barriers of saves send messages. No collective is
+involved, and the computing thread never waits for the store: a store whose process is stopped blocks its callers.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from zero.watchdog.messages import Messages
 from zero.watchdog.rank_status import RankStatus
 from zero.watchdog.signed_store import SignedStore
 
-PERIOD = 1.0  # seconds between two records of a rank in peace
+PERIOD = 1.0  # seconds between two records of a rank in normal operation
 HURRY = 0.4  # while this rank reads or fails
-WRITES = 300  # per second that the store sees of all ranks together, at most
-STOPPED = 10.0  # seconds between two looks from which on this process, or the store, was stopped and can judge nobody
+WRITES = 300  # maximum per second for the store from all ranks together
+STOPPED = 10.0  # if longer passes between two looks, this process or the store was stopped, and cannot judge others
 
 
 class StatusStore(threading.Thread):
-    """Writes this rank's record, reads those of the others while somebody wants them, and carries messages.
+    """Writes this rank's record, reads those of the others while they are wanted, and carries messages.
 
-    Keys belong to one engine of one group of ranks: groups count their engines by themselves, as a rank may be in
-    several groups, with an engine in each, that other ranks know nothing of.
+    Keys belong to one engine of one group of ranks: each group counts its own engines, because a rank may be in
+    several groups, with an engine in each, unknown to other ranks.
 
     ranks:  the global ranks of the engine;
     number: of this engine among those of its ranks, from 1; the same on all of them once they have agreed;
     asks:   how often ranks have said that they wait; a change tells a rank that it may be waited for;
-    failed: why the store cannot be used any more, or "".
+    failed: why the store is no longer usable, or "".
     """
 
     def __init__(self, status: RankStatus, ranks: tuple[int, ...]) -> None:
@@ -53,7 +53,7 @@ class StatusStore(threading.Thread):
         identity = hashlib.blake2b(repr(sorted(ranks)).encode(), digest_size=8).hexdigest()
         self._store = SignedStore(f"zero/{identity}/", status.rank)
         self.records = RecordReader(rank for rank in ranks if rank != status.rank)
-        self._asked = self._told = 0  # lines that this rank has said, and how many of them the store knows of
+        self._asked = self._told = 0  # lines that this rank has logged, and how many of them the store counts
         self._fault = 0
         self._due = 0.0  # time.monotonic() of the next record
         self._answered = time.monotonic()
@@ -62,11 +62,11 @@ class StatusStore(threading.Thread):
 
     @property
     def prefix(self) -> str:
-        """Of keys that belong to this engine alone."""
+        """The prefix of keys that belong only to this engine."""
         return f"{self.number}/"
 
     def renumber(self, number: int) -> None:
-        """Take the number that the ranks have agreed about, not below this rank's own, and count on from there."""
+        """Take the number that the ranks have agreed on, at least this rank's own, and count on from there."""
         if number != self.number:
             self.number = self._count(number - self.number)
 
@@ -75,23 +75,23 @@ class StatusStore(threading.Thread):
 
     @property
     def silence(self) -> float:
-        """Seconds without a beat from which on a rank counts as stopped or dead."""
+        """Seconds without a beat after which a rank counts as stopped or dead."""
         return 2.0 * max(PERIOD, len(self.ranks) / WRITES)
 
     @property
     def unanswered(self) -> float:
-        """Seconds for which the store has not answered; inf when its connection is closed."""
+        """Seconds since the store last answered; inf if its connection is closed."""
         return time.monotonic() - self._answered
 
     def view(self) -> View:
-        """What was read last."""
+        """The view from the last read."""
         others = {rank: seen for rank, (seen, _) in self.records.seen.copy().items()}
         peers = tuple(rank for rank in self.ranks if rank != self._status.rank)
         return View(others, peers, self.silence, self.unanswered, None if self.keeps else self._store.keeper)
 
     @property
     def keeps(self) -> bool:
-        """Whether the store goes when this process does."""
+        """Whether the store ends with this process."""
         return self._store.keeper == self._status.rank
 
     def ask(self) -> None:
@@ -110,11 +110,11 @@ class StatusStore(threading.Thread):
         self.poke()
 
     def run(self) -> None:
-        """Until the end, or until the store is gone."""
+        """Run until the end, or until the store is gone."""
         try:
             while True:
                 ended = self._ended and not self.messages.open
-                # A store whose group was destroyed may block for minutes; a save has it kept.
+                # A store whose group was destroyed may block for minutes; a save keeps it open.
                 if not self.messages.open and (not dist.is_initialized() or dist.group.WORLD is not self._world):
                     self.failed = "the process group was destroyed"
                     return
@@ -125,7 +125,7 @@ class StatusStore(threading.Thread):
                 pause = self._due - time.monotonic()
                 self._wake.wait(min(pause, self.messages.delay) if self.messages.busy else pause)
                 self._wake.clear()
-        except Exception as error:  # of whatever kind the store raises
+        except Exception as error:  # the store raises various kinds
             self.failed = str(error).strip().partition("\n")[0] or type(error).__name__
             self._answered = -math.inf
             logger.log(logging.DEBUG, "rank %d: the store is gone: %s", self._status.rank, error)
@@ -153,7 +153,7 @@ class StatusStore(threading.Thread):
         elif not status.failing:
             self._fault = 0
         record = status.record(time.monotonic_ns(), self._fault)
-        if status.rank == self.ranks[0]:  # for which all wait: they see that those get on for which it waits
+        if status.rank == self.ranks[0]:  # all wait for this rank: its progress includes that of the ranks it waits for
             others = (seen.record.progress for seen, _ in self.records.seen.values())
             record = replace(record, progress=sum(others, record.progress))
         self._store.set(f"{self.prefix}status/{status.rank}", record.to_json().encode())
@@ -163,7 +163,7 @@ class StatusStore(threading.Thread):
 
 
 class RecordReader:
-    """The records of other ranks as they were read last.
+    """The last-read records of other ranks.
 
     seen:     by rank, with the time at which the beat changed;
     moved_at: by rank, the time at which the progress changed; read_at: time.monotonic() of the last reading.
@@ -177,8 +177,8 @@ class RecordReader:
         self._prefix = ""
 
     def read(self, store: SignedStore, prefix: str, silence: float) -> None:
-        """Read those that are there."""
-        if prefix != self._prefix:  # what was seen before the ranks had agreed on the number was not of this engine
+        """Read the existing records."""
+        if prefix != self._prefix:  # records seen before the ranks agreed on the number were not this engine's
             self._prefix, self.seen = prefix, {}
         keys = {rank: f"{prefix}{rank}" for rank in self._ranks}
         if not store.has(keys.values()):
@@ -190,10 +190,10 @@ class RecordReader:
             record = None if value is None else record_of(value)
             if record is None or (before is not None and record.beat < before[0].record.beat):
                 store.doubt(key)
-                if before is not None:  # what is known of it stays, and it does not grow silent
+                if before is not None:  # keep the old record, and do not count silence
                     self.seen[rank] = (Seen(before[0].record, 0.0), now)
                 continue
-            # A gap in our own readings says nothing about the others: count only from when we look again.
+            # A gap in our own reads says nothing about the others: count only from the next read.
             known = before is not None and before[0].record.beat == record.beat and now - self.read_at < silence
             since = before[1] if known else now
             if before is None or before[0].record.progress != record.progress or now - self.read_at > STOPPED:

@@ -1,7 +1,7 @@
-"""Divergence is named, not hung: what this rank waits for is known to a thread, and to the other ranks.
+"""Reports diverging ranks instead of hanging: a thread and the other ranks know this rank's waits.
 
-The thread that computes pays two attribute writes per wait. Two daemon threads do the rest: `StatusStore` keeps the
-ranks' records in the store, `HangDetector` speaks about waits that last and ends those that are in vain.
+The computing thread pays two attribute writes per wait. Two daemon threads do the rest: `StatusStore` keeps the
+ranks' records in the store, `HangDetector` logs long waits and ends the hopeless ones.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ DIRECTIONS = ("gather", "reduce", "replica gather")
 
 
 class Watchdog:
-    """One per engine, known to the axes of its mesh. Without `start`, as in a world of one, it only counts.
+    """One per engine, used by the axes of its mesh. Without `start`, as in a world of one, it only counts.
 
-    events: what the engine does, for whoever watches it;
-    units: names by index, from which the tags of messages are made;
-    order: texts of the collectives begun since the last check, or None when nobody asks for their order;
-    store: what ranks tell each other, None where nothing is sent.
+    events: those of the engine, for subscribers;
+    units: names by index, from which message tags are made;
+    order: texts of the collectives begun since the last check, or None if the order is not checked;
+    store: the reports between ranks, None if nothing is sent.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -64,7 +64,7 @@ class Watchdog:
         self._detector = HangDetector(self.status, self.store, groups, timeout, self._device)
         for thread in (self.store, self._detector):
             thread.start()
-        # The threads know `status` but not us, so that an engine nobody holds any more takes them along.
+        # The threads hold `status` but not this object, so that they end with a collected engine.
         parts = (os.getpid(), self.status, self.store, self._detector)
         at_exit = partial(_end, *parts, Phase.ENDED)
         atexit.register(at_exit)
@@ -72,24 +72,24 @@ class Watchdog:
         self._close.atexit = False
 
     def own(self, group: dist.ProcessGroup) -> None:
-        """A process group was made for this engine alone: its waits are ended, too, and it is destroyed at the end."""
+        """Own a process group made only for this engine: its waits are ended, too, and it is destroyed at the end."""
         self._groups.append(group)
 
     @property
     def number(self) -> int:
-        """Of this engine among those of its ranks, the same on all of them; 0 where nothing is sent."""
+        """This engine's number among those of its ranks, the same on all of them; 0 if nothing is sent."""
         return 0 if self.store is None else self.store.number
 
     def began(self, tag: int, sent: int) -> Collective:
-        """This rank begins the collective of a message's tag: three per unit, one for each direction."""
+        """Record the begin of the collective with a message's tag: three per unit, one for each direction."""
         index, direction = divmod(tag, len(DIRECTIONS))
         unit = self.units[index] if index < len(self.units) else f"number {index}"
         return self.begin(DIRECTIONS[direction], unit, sent)
 
     def begin(self, direction: str, unit: str = "", sent: int = 0) -> Collective:
-        """This rank begins a collective, in which so many bytes leave it."""
+        """Record the begin of a collective, which sends `sent` bytes from this rank."""
         status = self.status
-        with self._counting:  # an update that runs beside the training loop sends, too
+        with self._counting:  # an update beside the training loop sends, too
             status.number += 1
             status.sent += sent
             status.last = collective = Collective(direction, unit, status.number, sent)
@@ -99,9 +99,9 @@ class Watchdog:
         return collective
 
     def wait(self, works: Iterable[dist.Work], collective: Collective, on_host: bool = False) -> None:
-        """Wait for the works; RuntimeError that says who is missing when that fails or lasts.
+        """Wait for the works; a RuntimeError names the missing ranks if that fails or takes too long.
 
-        Where messages end on the device it is the current stream that waits; this thread, too, if `on_host`.
+        If messages end on the device, the current stream waits; this thread, too, if `on_host`.
         """
         with self.events.waiting(collective):
             self._wait(works, collective, on_host)
@@ -115,34 +115,34 @@ class Watchdog:
                     work.wait()
             else:
                 device.order(works, collective, on_host)
-                if self.broken:  # what was received is worth nothing
+                if self.broken:  # the received values are invalid
                     raise RuntimeError(self.status.gave_up)
         except RuntimeError as error:
             raise self.explained(waiting, error) from error
         finally:
-            if self.status.waiting is waiting:  # else another thread has come to wait
+            if self.status.waiting is waiting:  # else another thread waits by now
                 self.status.waiting = None
 
     @contextlib.contextmanager
     def sending(self, collective: Collective) -> Iterator[None]:
-        """Around the calls that start messages: they fail where a wait would when a connection is closed."""
+        """Around the calls that start messages: with a closed connection they fail like a wait."""
         try:
             yield
         except RuntimeError as error:
             raise self.explained(Waiting(collective, time.monotonic()), error) from error
 
     def at_rest(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, no thread of ours asks the device for anything, which would end the capture of a CUDA graph."""
+        """Inside, none of our threads queries the device, which would end the capture of a CUDA graph."""
         return contextlib.nullcontext() if self._device is None else self._device.looking
 
     @contextlib.contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
-        """Inside, this rank is in a call of the engine. An exception that leaves it is told to the other ranks."""
+        """Inside, this rank is in a call of the engine. An exception that leaves it is reported to the other ranks."""
         status = self.status
         before, status.phase = status.phase, phase
         if status.failing and not status.gave_up:
             status.failing = False
-            self._tell()  # before others take us for lost
+            self._tell()  # before other ranks consider this one lost
         try:
             with self.events.span(phase.value):
                 yield
@@ -156,27 +156,27 @@ class Watchdog:
             status.phase = before
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks of an error that no call of the engine has raised yet; from any thread."""
+        """Report an error that no call of the engine has raised yet to the other ranks; from any thread."""
         self.status.error, self.status.failing = f"{type(error).__name__}: {clipped(str(error))}", True
         self._tell()
 
     @property
     def broken(self) -> bool:
-        """Whether this rank has given up, so that nothing can be sent any more."""
+        """Whether this rank has given up, so that it cannot send any more."""
         return bool(self.status.gave_up)
 
     def tie(self, owner: object) -> None:
-        """End the threads when `owner` is garbage; parameters, which know their units, may keep us longer."""
+        """End the threads when `owner` is collected; parameters may keep this object longer through their units."""
         if self._close is not None:
             weakref.finalize(owner, self._close).atexit = False
 
     def close(self) -> None:
-        """End the threads; this engine will not communicate any more."""
+        """End the threads; this engine no longer communicates."""
         if self._close is not None:
             self._close()
 
     def explained(self, waiting: Waiting, error: RuntimeError) -> RuntimeError:
-        """The error of the transport as one that names ranks; takes some seconds to find out who is missing."""
+        """The transport's error as one that names the missing ranks, which takes some seconds to find out."""
         status, detector = self.status, self._detector
         line = str(error).strip().partition("\n")[0]
         if detector is not None and detector.is_alive():
@@ -194,27 +194,27 @@ class Watchdog:
 
 
 def _end(pid: int, status: RankStatus, store: StatusStore, detector: HangDetector, phase: Phase) -> None:
-    """Tell the others and stop the threads; in another process than theirs, a forked one, do nothing."""
+    """Tell the other ranks and stop the threads; do nothing in a forked process."""
     if pid != os.getpid():
         return
     status.phase = phase
-    # The interpreter keeps here what it dies of.
+    # The interpreter keeps its fatal exception here.
     fatal = getattr(sys, "last_value", None) if phase is Phase.ENDED else None
     if phase is Phase.ENDED and not status.failing:
         status.error = f"{type(fatal).__name__}: {clipped(str(fatal))}" if fatal is not None else ""
     detector.end()
     store.end()
-    # A thread that is inside the store's code when the interpreter goes may take the process down with it.
-    for thread, seconds in ((store, OUTLIVES), (detector, 1.0)):  # its last words are to reach the others
+    # A thread inside the store's code at interpreter exit may crash the process.
+    for thread, seconds in ((store, OUTLIVES), (detector, 1.0)):  # its last record must reach the other ranks
         if thread is not threading.current_thread() and not (thread is store and store.messages.open):
             thread.join(seconds)
     if store.keeps and fatal is not None:
-        time.sleep(OUTLIVES)  # the store goes with this process, and nobody could read the reason
+        time.sleep(OUTLIVES)  # the store ends with this process, and no rank could read the reason
 
 
 def _forget(at_exit: Callable[[], None], groups: Sequence[dist.ProcessGroup], *parts: object) -> None:
     atexit.unregister(at_exit)
     _end(*parts, Phase.DESTROYED)
     for group in groups[1:]:
-        with contextlib.suppress(ValueError):  # the default group was destroyed, and it with that
+        with contextlib.suppress(ValueError):  # it was destroyed together with the default group
             dist.destroy_process_group(group)
