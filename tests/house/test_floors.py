@@ -49,13 +49,14 @@ STEPS_OF_CORE = {"zero.core": 0} | {
         3: "agree accumulator master param_buffer owner",
         4: "reduction shard initial_values",
         5: "gradients gathering refusals",
-        6: "mixed_precision unit",
-        7: "offload conversion deferred_param finite",
-        8: "ratio building prefetcher",
-        9: "streaming reducer",
-        10: "hooks",
-        11: "sharded_module",
-        12: "access values",
+        6: "mixed_precision sharded_params",
+        7: "unit init init.deferred_param",
+        8: "offload conversion finite init.builder",
+        9: "ratio prefetcher",
+        10: "streaming reducer",
+        11: "hooks",
+        12: "sharded_module",
+        13: "access values",
     }.items()
     for name in names.split()
 }

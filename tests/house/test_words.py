@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ZERO = ROOT / "zero"
 PAGE = (ROOT / "docs" / "words.md").read_text()
-CENTRE = ("plan", "core", "memory", "optim", "watchdog")
+CENTRE = ("plan", "core", "core/init", "memory", "optim", "watchdog")
 TERMS = re.findall(r"^\| ([^|`]+) \| .+ \| `(\S+\.py)` `(\w+)` \|$", PAGE, re.MULTILINE)
 CLASSES = re.findall(r"^\| `(\w+)` \| .+ \| `(\S+\.py)` \|$", PAGE, re.MULTILINE)
 

@@ -130,7 +130,7 @@ def _copy_to(param: nn.Parameter, place: torch.Tensor, mesh: Mesh) -> bool:
     """Copy a parameter's values to its place [numel]; True if all ranks have the same ones, else only rank 0 does."""
     owner = owner_of(param)
     if owner is not None:  # of a model under construction
-        return owner.unit.hand_over(place.view(param.shape))
+        return owner.unit.move_to(place.view(param.shape))
     if mesh.data.rank == 0:
         place.view(param.shape).copy_(param.detach())
     return False

@@ -16,9 +16,9 @@ from zero.config.zero_section import ZeroOptimization
 from zero.core import comm
 from zero.core.agree import alike
 from zero.core.conversion import check_parameters, guard, unguard
-from zero.core.deferred_param import DeferredParam
 from zero.core.finite import FirstNotFinite
 from zero.core.hooks import FrozenUnits, attach, attach_wait, uncalled_leaves
+from zero.core.init.deferred_param import DeferredParam
 from zero.core.leaf import is_apart, z3_leaf_module
 from zero.core.mesh import Meshes
 from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
@@ -201,8 +201,9 @@ class ShardedModule:
 
 def reclaim(module: nn.Module) -> None:
     """Give parameters of engines that were dropped without `destroy()` whole storage of their own; collective."""
-    owners = [owner for owner in map(owner_of, module.parameters()) if owner is not None]
-    for sharded in list({id(owner.unit.left_by): owner.unit.left_by for owner in owners}.values()):
+    units = [owner.unit for owner in map(owner_of, module.parameters()) if owner is not None]
+    left = [unit.left_by for unit in units if isinstance(unit, Unit)]
+    for sharded in list({id(each): each for each in left}.values()):
         if sharded is not None:
             sharded.abandon()  # what is gathered on some ranks only is not, afterwards
             sharded.dissolve()

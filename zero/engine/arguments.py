@@ -22,7 +22,7 @@ from zero.config.errors import show
 from zero.config.override import override
 from zero.config.read import read
 from zero.config.unavailable import lookup
-from zero.core.deferred_param import DeferredParam
+from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import owner_of
 from zero.launch.contract import CONFIG, SETS
 from zero.log import log_once

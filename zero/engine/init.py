@@ -13,8 +13,8 @@ from torch import nn
 
 from zero.config import load
 from zero.config.sections import TIMEOUT
-from zero.core.building import Builder, running
-from zero.core.deferred_param import DeferredParam, Rest
+from zero.core.init.builder import Builder, running
+from zero.core.init.deferred_param import DeferredParam, ShardStorage
 from zero.core.joining import init_distributed
 from zero.core.mesh import Meshes, mesh_of_one
 from zero.core.owner import owner_of
@@ -102,7 +102,7 @@ class Init:
             raise ValueError(f"Init(module=...): got {type(module).__name__}; wanted a torch.nn.Module")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"Init(dtype=...): got {dtype!r}; wanted a floating-point torch.dtype")
-        self._rest = _rest(remote_device, pin_memory)
+        self._storage = _storage_of(remote_device, pin_memory)
         self._timeout = TIMEOUT
         self._dtype = dtype
         self._builders: list[Builder | None] = []  # of the blocks that are open, None where there is nothing to do
@@ -133,10 +133,10 @@ class Init:
     def _builder(self) -> Builder:
         assigned = assigned_run()
         if assigned is not None and assigned.plain:  # plain torch has nothing cut, and takes rank 0's values by itself
-            return Builder(mesh_of_one(), self._rest, self._dtype)
+            return Builder(mesh_of_one(), self._storage, self._dtype)
         world = make_world(self._timeout, group=self._group)
         meshes = Meshes(world, Sharding(optim=True, grads=True, params=True), timeout=self._timeout)
-        return Builder(meshes.of(), self._rest, self._dtype)
+        return Builder(meshes.of(), self._storage, self._dtype)
 
     def _configure(self, source: str | PathLike | Mapping[str, Any]) -> None:
         world_size = dist.get_world_size(self._group) if dist.is_initialized() else 1
@@ -146,7 +146,9 @@ class Init:
         self._enabled = Sharding.of_stage(section.stage).params
         place = section.offload_param.device
         if place not in (None, "none"):
-            self._rest = _rest(place, section.offload_param.pin_memory, "zero_optimization.offload_param.device")
+            self._storage = _storage_of(
+                place, section.offload_param.pin_memory, "zero_optimization.offload_param.device"
+            )
 
     def _convert(self, module: nn.Module) -> None:
         for name, param in module.named_parameters():
@@ -162,16 +164,18 @@ def _refuse(reason: str, **arguments: Any) -> None:
             raise ValueError(f"Init({name}=...): got {value!r}; {reason}")
 
 
-def _rest(place: str | torch.device | None, pinned: bool, name: str = "Init(remote_device=...)") -> Rest:
+def _storage_of(place: str | torch.device | None, pinned: bool, name: str = "Init(remote_device=...)") -> ShardStorage:
     device = local_device()
     if place in (None, "none"):
-        return Rest(device)
+        return ShardStorage(device)
     if place == "nvme":
-        return Rest(torch.device("cpu"))  # for a short while, and not for copies: the files are those of an engine
+        return ShardStorage(
+            torch.device("cpu")
+        )  # for a short while, and not for copies: the files are those of an engine
     try:
         wanted = torch.device(place)
     except (RuntimeError, TypeError):
         raise ValueError(f"{name}: got {place!r}; wanted None, 'cpu' or '{device.type}'") from None
     if wanted.type not in ("cpu", device.type):
         raise ValueError(f"{name}: got {place!r}; this rank's device is '{device}'; wanted None or 'cpu'")
-    return Rest(device if wanted.type == device.type else wanted, bool(pinned))
+    return ShardStorage(device if wanted.type == device.type else wanted, bool(pinned))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.core.owner import Owner, owner_of
+from zero.core.unit import Unit
 from zero.core.values import full_shape, piece
 from zero.optim.optimizer import ZeroOptimizer
 
@@ -78,7 +79,7 @@ class TrainedParam(NamedTuple):
 def trained_param(param: torch.Tensor) -> TrainedParam | None:
     """None for a parameter that no engine manages or that is not trained."""
     owner = owner_of(param)
-    optimizer = owner.unit.optimizer() if owner is not None else None
+    optimizer = owner.unit.optimizer() if owner is not None and isinstance(owner.unit, Unit) else None
     return TrainedParam(owner, optimizer) if optimizer is not None else None
 
 

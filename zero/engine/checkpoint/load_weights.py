@@ -16,7 +16,7 @@ from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import dtype_name
 from zero.checkpoint.verify import check_headers
 from zero.checkpoint.weight_files import sort_out, weights_at
-from zero.core.deferred_param import DeferredParam
+from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import owner_of
 from zero.core.state import State
 from zero.core.world import Axis

@@ -10,7 +10,7 @@ from deepspeed._names import finder
 from zero.checkpoint.model_files import consolidate, model_chunks, size_of
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.weight_files import weights_at
-from zero.core.deferred_param import DeferredParam
+from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import owner_of
 
 __getattr__ = finder(__name__, {})

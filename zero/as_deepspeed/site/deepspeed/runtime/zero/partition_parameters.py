@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import _engines, init_distributed
 from zero.config.read import read
 from zero.core.access import LostWrite
-from zero.core.deferred_param import DeferredParam
+from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import Owner, is_released, owner_of
 from zero.log import log_once
 

@@ -17,9 +17,9 @@ from zero.core.owner import Owner
 from zero.core.param_buffer import ParamBuffer
 from zero.core.quantized import Int8, format_of
 from zero.core.released import Placeholder, Released, absent
+from zero.core.sharded_params import ShardedParams
 from zero.core.state import State
 from zero.core.torch_private import parameter_of_class, tensors_of_storage
-from zero.core.unit import Unit
 from zero.core.world import local_device
 from zero.memory.state_placement import StatePlacement
 from zero.plan.layout import make_layout
@@ -29,13 +29,13 @@ from zero.plan.units import ParamSpec, UnitPlan
 _OWN_REFERENCES = 2
 
 
-class Rest(NamedTuple):
-    """Where shards lie: a device, and whether main memory is page-locked so that a GPU copies from it faster."""
+class ShardStorage(NamedTuple):
+    """Where shards are kept: a device, and whether main memory is page-locked so that a GPU copies from it faster."""
 
     device: torch.device
     pinned: bool = False
 
-    def lay(self, shard: torch.Tensor) -> torch.Tensor:
+    def put(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard, there."""
         shard = shard.to(self.device)
         return shard.pin_memory() if self.pinned and not shard.is_cuda and torch.cuda.is_available() else shard
@@ -64,8 +64,8 @@ class Closed(Released):
 class LooseBuffer(ParamBuffer):
     """The values of one parameter under construction.
 
-    Unlike those of other units their memory is let go and not resized, so whoever kept a view of them may still read
-    it. While the parameter is open there is no buffer at all: the values are those of the parameter itself.
+    Unlike that of other buffers, their memory is freed and not resized, so a view of them can still be read. While the
+    parameter is open there is no buffer at all: the values are those of the parameter itself.
     """
 
     mixin = Closed
@@ -76,7 +76,7 @@ class LooseBuffer(ParamBuffer):
         return self._classes[0]
 
     def close(self) -> None:
-        """The parameter's values are complete; the next release lets go of them."""
+        """The parameter's values are complete; the next release frees them."""
         param = self.params[0]
         self._absent = [absent(param.shape, param.dtype, param.device)]
         self._classes = [type(param)]
@@ -110,8 +110,8 @@ class LooseBuffer(ParamBuffer):
         self.full, self.views = None, []
 
 
-class DeferredParam(Unit):
-    """A unit of one parameter of a model under construction, without gradient or optimizer state.
+class DeferredParam(ShardedParams):
+    """One parameter of a model under construction: sharded on its own, without gradient or optimizer state.
 
     FULL without a shard ("open"): the values are those of the parameter itself, as in plain torch, and may differ
     from rank to rank. Code may replace `param.data` then, also by another dtype or shape.
@@ -122,11 +122,12 @@ class DeferredParam(Unit):
     """
 
     buffer: LooseBuffer
-    buffer_class = LooseBuffer
 
     def __init__(self, param: nn.Parameter, name: str, index: int, mesh: Mesh, origin: int) -> None:
         placement = StatePlacement(local_device(), local_device())
-        super().__init__(_plan(param, name, mesh), [param], index, mesh, True, placement)
+        plan = _plan(param, name, mesh)
+        buffer = LooseBuffer(plan, [param], mesh.shard.size > 1, mesh.data.global_rank)
+        super().__init__(plan, buffer, index, mesh, placement)
         self.origin = origin
         self.rename(name)
 
@@ -146,12 +147,12 @@ class DeferredParam(Unit):
         """Call the parameter `name` in messages from now on."""
         self.params[0]._zero_owner = Owner(name, self, 0)
 
-    def close(self, rest: Rest) -> None:
-        """Keep this rank's shard of rank 0's values on `rest`, and let go of the whole; a collective."""
+    def close(self, storage: ShardStorage) -> None:
+        """Keep this rank's shard of rank 0's values in `storage`, and free the whole; a collective."""
         param = self.params[0]
         self.plan = self.buffer.plan = _plan(param, self.plan.params[0].name, self.mesh)
         self.shard.window = self.plan.layout.shard(self.mesh.shard.rank, self.mesh.shard.size)
-        self.shard.values = rest.lay(comm.deal(param.detach(), self.shard.window.numel, self.mesh.shard))
+        self.shard.values = storage.put(comm.deal(param.detach(), self.shard.window.numel, self.mesh.shard))
         share_beside([param], self.mesh.data, self.plan.name)
         self.buffer.close()
         self.release()
@@ -164,18 +165,18 @@ class DeferredParam(Unit):
         self.buffer.open()
 
     def release(self, keep_if_referenced: bool = True) -> None:
-        """As every unit's; what is open has nothing to come back from."""
+        """As of all sharded parameters; what is open has nothing to come back from."""
         if not self.opened:
             super().release(keep_if_referenced)
 
-    def lay_down(self, dtype: torch.dtype | None, device: torch.device, rest: Rest) -> None:
+    def finish(self, dtype: torch.dtype | None, device: torch.device, storage: ShardStorage) -> None:
         """The model is built: round to `dtype` what are floating-point values, and have them come up on `device`."""
         if self.state is not State.SHARDED:
             return
         before = self.params[0].dtype
         convert = dtype is not None and before.is_floating_point and format_of(self.params[0]) is None
         dtype = dtype if convert else before
-        self.shard.values = rest.lay(self.shard.values.to(dtype))
+        self.shard.values = storage.put(self.shard.values.to(dtype))
         self.buffer.show_as(dtype, device)
 
     def copy(self) -> nn.Parameter:
@@ -190,7 +191,7 @@ class DeferredParam(Unit):
         return made
 
     def overwrite(self, index: int, source: int, before: torch.Tensor | None = None) -> None:
-        """As every unit's; while open, the whole values only."""
+        """As of all sharded parameters; while open, the whole values only."""
         if not self.opened:
             super().overwrite(index, source, before)
             return
@@ -201,11 +202,11 @@ class DeferredParam(Unit):
             values.copy_(sent)
 
     def snapshot(self, index: int) -> torch.Tensor | None:
-        """As every unit's; while open there are no other values than the parameter's."""
+        """As of all sharded parameters; while open there are no other values than the parameter's."""
         return None if self.opened else super().snapshot(index)
 
-    def hand_over(self, target: torch.Tensor) -> bool:
-        """Copy the values to `target`, of the parameter's shape, and let go of the parameter, which then has none.
+    def move_to(self, target: torch.Tensor) -> bool:
+        """Copy the values to `target`, of the parameter's shape, and leave the parameter without any.
 
         Returns whether the values were the same on all ranks. Where parameters are cut, a collective.
         """
@@ -214,13 +215,13 @@ class DeferredParam(Unit):
         self.wait()
         param = self.params[0]
         target.copy_(param.detach())
-        self.let_go()
+        self.make_plain()
         param.data = absent(param.shape, param.dtype, param.device)
         if format_of(param) == "int8":
             param.CB = None
         return equal
 
-    def let_go(self) -> None:
+    def make_plain(self) -> None:
         """Make the parameter, which must be full, a plain one with memory of its own."""
         for param in self.params:
             del param._zero_owner

@@ -28,7 +28,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from zero.core import comm
-from zero.core.deferred_param import DeferredParam, Rest, manageable
+from zero.core.init.deferred_param import DeferredParam, ShardStorage, manageable
 from zero.core.mesh import Mesh
 from zero.core.owner import owner_of
 from zero.core.quantized import format_of, is_pending
@@ -46,28 +46,28 @@ def running() -> Builder | None:
     return _running.get()
 
 
-def _open_for_reader(piece: DeferredParam) -> bool:
-    """Open a piece because somebody reads it inside a block, perhaps a later one than its own; False outside."""
+def _open_for_reader(param: DeferredParam) -> bool:
+    """Open a parameter that is read inside a block, perhaps a later one than its own; False outside of any."""
     builder = running()
     if builder is not None:
-        builder.reopen(piece)
+        builder.reopen(param)
     return builder is not None
 
 
 class Builder:
     """Cuts what is built between `start` and `finish`; with a world of one rank it only rounds at the end.
 
-    rest:  where shards lie until an engine takes them;
-    dtype: what floating-point parameters are rounded to at the end; None: they stay as they were built.
+    storage: where shards are kept until an engine takes them;
+    dtype:   what floating-point parameters are rounded to at the end; None: they stay as they were built.
     """
 
-    def __init__(self, mesh: Mesh, rest: Rest, dtype: torch.dtype | None) -> None:
+    def __init__(self, mesh: Mesh, storage: ShardStorage, dtype: torch.dtype | None) -> None:
         self._mesh = mesh
-        self._rest = rest
+        self._storage = storage
         self._dtype = dtype
         self._open: list[DeferredParam] = []
         self._numbers = itertools.count()
-        self._pieces: weakref.WeakSet[DeferredParam] = weakref.WeakSet()
+        self._deferred: weakref.WeakSet[DeferredParam] = weakref.WeakSet()
         # By number and not by id: an id is used again, at another time on every rank.
         self._homes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._children: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -89,7 +89,7 @@ class Builder:
             handle.remove()
         _running.reset(self._token)
         if failed:
-            self._let_go()
+            self._make_plain()
             return
         if any(owner_of(param) is None and manageable(param) for _, _, param in self._present()):
             gc.collect()  # all ranks must find the same
@@ -107,14 +107,14 @@ class Builder:
         if running() is not self:
             self._settle()
 
-    def reopen(self, piece: DeferredParam) -> None:
-        """Give a closed piece its values to work on, until others are; a collective."""
-        if piece not in self._pieces:  # of a block before this one
-            piece.origin = next(self._numbers)
-            self._pieces.add(piece)
-        self._close(lambda other: other != piece.origin)
-        piece.open()
-        self._open.append(piece)
+    def reopen(self, deferred: DeferredParam) -> None:
+        """Give a closed parameter its values to work on, until another is given its own; a collective."""
+        if deferred not in self._deferred:  # of a block before this one
+            deferred.origin = next(self._numbers)
+            self._deferred.add(deferred)
+        self._close(lambda other: other != deferred.origin)
+        deferred.open()
+        self._open.append(deferred)
 
     def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if running() is self and param is not None and owner_of(param) is None:
@@ -140,55 +140,55 @@ class Builder:
         """Follow this parameter from now on, unless somebody does already or nobody can."""
         if owner_of(param) is not None or not manageable(param):
             return
-        piece = DeferredParam(param, name, next(self._numbers), self._mesh, home)
-        piece.on_read = _open_for_reader
-        self._pieces.add(piece)
-        self._open.append(piece)
+        deferred = DeferredParam(param, name, next(self._numbers), self._mesh, home)
+        deferred.on_read = _open_for_reader
+        self._deferred.add(deferred)
+        self._open.append(deferred)
 
     def _close(self, of: Callable[[int], bool]) -> None:
-        """Close the open pieces of these modules, but for those that somebody holds or that rank 0 refers to."""
-        self._open = [piece for piece in self._open if piece.params]  # an engine may have taken some over
-        ready = [piece for piece in self._open if of(piece.origin) and not piece.holds]
+        """Close the open parameters of these modules, but for those that a reader holds or that rank 0 refers to."""
+        self._open = [deferred for deferred in self._open if deferred.params]  # an engine may have taken some over
+        ready = [deferred for deferred in self._open if of(deferred.origin) and not deferred.holds]
         if not ready or self._mesh.data.size == 1:
             return
-        busy = torch.tensor([piece.aliased for piece in ready], dtype=torch.uint8)
+        busy = torch.tensor([deferred.aliased for deferred in ready], dtype=torch.uint8)
         if self._mesh.shard.native:
             busy = busy.to(local_device())
         comm.broadcast(busy, 0, self._mesh.shard)
-        self._cut(piece for piece, kept in zip(ready, busy.tolist(), strict=True) if not kept)
+        self._cut(deferred for deferred, kept in zip(ready, busy.tolist(), strict=True) if not kept)
 
-    def _cut(self, pieces: Iterable[DeferredParam]) -> None:
+    def _cut(self, params: Iterable[DeferredParam]) -> None:
         done = set()
-        for piece in pieces:
-            done.add(piece)
-            param = piece.params[0]
+        for deferred in params:
+            done.add(deferred)
+            param = deferred.params[0]
             if manageable(param):
-                piece.close(self._rest)
+                deferred.close(self._storage)
                 self._freed.add(0 if param.is_cuda else param.nbytes)
             else:
-                piece.let_go()  # its data was replaced by something else
-        self._open = [piece for piece in self._open if piece not in done]
+                deferred.make_plain()  # its data was replaced by something else
+        self._open = [deferred for deferred in self._open if deferred not in done]
 
     def _settle(self) -> None:
         """Close everything, round it, and forget it; what nobody else refers to any more included."""
         if self._mesh.data.size > 1:
-            self._cut([piece for piece in self._open if piece.params])
-            for piece in self._pieces:
-                piece.lay_down(self._dtype, local_device(), self._rest)
+            self._cut([deferred for deferred in self._open if deferred.params])
+            for deferred in self._deferred:
+                deferred.finish(self._dtype, local_device(), self._storage)
         else:
-            for piece in list(self._pieces):
-                for param in piece.params:
+            for deferred in list(self._deferred):
+                for param in deferred.params:
                     if self._dtype is not None and param.is_floating_point() and format_of(param) is None:
                         param.data = param.data.to(self._dtype)
-            self._let_go()
-        self._pieces.clear()
+            self._make_plain()
+        self._deferred.clear()
 
     def _quantize(self) -> None:
         """Quantise what code has left for its `to(device)`, one parameter at a time."""
         roots = [module for module in self._homes if module not in self._children]
         for param in [param for root in roots for param in root.parameters() if is_pending(param)]:
             owner = owner_of(param)
-            if owner is None or owner.unit not in self._pieces:
+            if owner is None or owner.unit not in self._deferred:
                 continue
             if not owner.unit.opened:
                 owner.unit.open()
@@ -198,10 +198,10 @@ class Builder:
             if self._mesh.data.size > 1:
                 self._cut([owner.unit])
 
-    def _let_go(self) -> None:
+    def _make_plain(self) -> None:
         """Make what is open plain again."""
-        for piece in self._open:
-            piece.let_go()
+        for deferred in self._open:
+            deferred.make_plain()
         self._open = []
 
     def _name_all(self) -> None:
@@ -212,10 +212,10 @@ class Builder:
         for root in [module for module in self._homes if module not in self._children]:
             for name, param in root.named_parameters():
                 owner = owner_of(param)
-                if owner is not None and owner.unit in self._pieces:
+                if owner is not None and owner.unit in self._deferred:
                     owner.unit.rename(name)
             if refused := sharing(root.named_parameters()):
-                self._let_go()
+                self._make_plain()
                 raise ValueError(f"zero.Init: {refused[0]}")
 
     def _present(self) -> list[tuple[nn.Module, str, nn.Parameter]]:

@@ -1,0 +1,1 @@
+"""What `zero.Init` does: cuts parameters while their model is built."""

@@ -1,0 +1,252 @@
+"""Parameters of which this rank holds a shard: brought whole, waited for, and released again.
+
+Three verbs move them through the states of zero/core/state.py: `gather` starts to bring the full parameters, `wait`
+makes them readable, `release` gives their memory back. They are made of parts, each the only owner of its state:
+`buffer` (the full parameters), `shard` (this rank's slice, its exact values, where they rest, the update that still
+runs) and `gathering` (how the full parameters come from other ranks). Here is the order in which the parts act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.core import comm
+from zero.core.gathering import Gathering
+from zero.core.mesh import Mesh
+from zero.core.param_buffer import ParamBuffer
+from zero.core.shard import Shard
+from zero.core.state import State
+from zero.core.torch_private import untransformed
+from zero.memory.state_placement import StatePlacement
+from zero.plan.units import UnitPlan
+
+TAGS = 3  # of one unit: its gather, the scatter of its gradient, the gather of its sum
+
+
+class ShardedParams:
+    """Parameters with one flat buffer and one shard.
+
+    mesh:       the ranks that share them, their own: units of one engine may have different ones;
+    holds:      how many readers (`GatheredParameters`) keep them full for now;
+    edited:     indices of the parameters that such readers will write back, one entry for each reader;
+    persistent: they stay full between uses although they are cut: only the optimizer's step takes the full copy away;
+    on_read:    called when somebody reads them while they are released; makes them full and returns True, or False.
+    """
+
+    def __init__(self, plan: UnitPlan, buffer: ParamBuffer, index: int, mesh: Mesh, placement: StatePlacement) -> None:
+        self.plan = plan
+        self.index = index
+        self.mesh = mesh
+        self.buffer = buffer
+        window = plan.layout.shard(mesh.shard.rank, mesh.shard.size)
+        self.shard = Shard(window, placement, buffer, mesh.data.size > 1)
+        self.gathering = Gathering(mesh, self.shard, buffer, TAGS * index)
+        self.holds = 0
+        self.edited: list[int] = []
+        self.persistent = False
+        self.on_read: Callable[[ShardedParams], bool] | None = None
+        self._source = self.gathering  # of what is in the full buffer, or on its way there
+        self._transfer: Any = None  # has `wait`
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The module's own parameters."""
+        return self.buffer.params
+
+    @property
+    def cut(self) -> bool:
+        """Whether parameters exist in full only while they are used."""
+        return self.buffer.cut
+
+    @property
+    def state(self) -> State:
+        """Where the parameters are."""
+        return self.buffer.state
+
+    @property
+    def readable(self) -> bool:
+        """Whether the full parameters are there for everybody to read."""
+        return self.state is State.FULL and self.shard.pending is None
+
+    def gather(self, deferred: bool = False, gathering: Gathering | None = None) -> None:
+        """Start to bring the full parameters; a no-op when they are there or on their way.
+
+        With `deferred`, an update that runs is not waited for. On this rank the gather then begins with the next call
+        after the update, or in `wait`, which every way out of it goes through: others may have begun it, and get
+        their part. `gathering`: how they come, where it begins now; None: as they always do.
+        """
+        if deferred and self.shard.updating:
+            with self.buffer.lock:
+                if self.state is State.SHARDED and not self.persistent:  # others are sent by the update
+                    self.buffer.move("request")
+            return
+        self.shard.settle_for(self.shard.placement.streams.gathers)  # who reads them waits for both, in `wait`
+        if self.state is State.AWAY:
+            raise self.absence()
+        self.send(gathering=gathering)
+
+    def gather_exact(self) -> None:
+        """As `gather`, of the values themselves where all compute with what 8 bits say, until the release; collective.
+
+        What was decoded is replaced, which is waited for.
+        """
+        exact = self.gathering.exact
+        self.gather(gathering=exact)
+        if self._source is not exact:
+            self.wait()
+            self._keep_writes()
+            with self.shard.placement.streams.gathers.after_current():
+                self._begin(exact, exact.room())
+            self._wait_transfer()
+
+    @untransformed
+    def send(self, after_update: bool = False, gathering: Gathering | None = None) -> None:
+        """Start the gather, unless the parameters are there or on their way, whatever still updates.
+
+        `after_update`: the caller is the update of this unit, which has published what it wrote.
+        """
+        placement, gathering = self.shard.placement, gathering or self.gathering
+        streams = placement.streams
+        with self.buffer.lock:
+            if self.state not in (State.SHARDED, State.REQUESTED, State.STALE):
+                return
+            with placement.events.span("gather", self.plan.name):
+                if self.cut:
+                    self.buffer.allocate()  # not on a side stream: memory is reused in the order of its own stream
+                room = gathering.room()
+                if after_update:
+                    streams.gathers.wait(streams.up.record_event())
+                with streams.gathers.after_current():
+                    self._begin(gathering, room)
+                self.buffer.move("gather")
+
+    @untransformed
+    def wait(self) -> None:
+        """Block until the full parameters may be read; a no-op when they are."""
+        while not self.readable:
+            self.shard.settle()
+            with self.buffer.lock:
+                if self.shard.pending is not None:
+                    continue  # the loop has begun another step while this thread waited
+                if self.state is State.REQUESTED:
+                    self.send()
+                if self.state is State.CONCEALED:
+                    self.buffer.move("reveal")
+                elif self.state is not State.FULL:
+                    self._wait_transfer()
+                    self.buffer.move("wait")
+                    if self.cut:
+                        self.buffer.show()
+                self.buffer.look_full()
+
+    def complete(self) -> None:
+        """All of the full buffer was filled, this rank's part too, without a gather."""
+        self.shard.settle()
+        with self.buffer.lock:
+            self.shard.wait_filled()
+            self.buffer.move("complete")
+            if self.cut:
+                self.buffer.show()
+            self.buffer.look_full()
+
+    def release(self, keep_if_referenced: bool = True) -> None:
+        """Give the memory of the full parameters back, where parameters are cut; else they stay.
+
+        With `keep_if_referenced`, memory of which a view was taken since it was filled stays with that view, and the
+        unit takes new memory next time. A graph's views do not count: they must find the parameters again where they
+        were, so who builds a graph passes False. Memory that cannot be resized, as after `numpy()` and
+        `share_memory_()`, always stays; a graph finds the values in it.
+        """
+        if not self.persistent:
+            self._release(keep_if_referenced)
+
+    def conceal(self) -> None:
+        """Keep the memory, but let the parameters look released, so that it is noticed when somebody reads them."""
+        if self.cut and self.state is State.FULL and not (self.persistent or self.holds):
+            self._keep_writes()
+            with self.buffer.lock:
+                self.buffer.look_released()
+                self.buffer.move("conceal")
+
+    def ensure_gathered(self) -> bool:
+        """Make the parameters readable because somebody is about to read them; False when nobody can now."""
+        # For an update that runs, and what it sends; nobody else has to do anything for it.
+        coming = self.persistent and (self.shard.pending is not None or self.state is State.GATHERING)
+        if coming or (not self.cut and self.state is not State.AWAY):
+            self.wait()
+        return self.state is State.FULL or (self.on_read is not None and self.on_read(self))
+
+    def absence(self) -> RuntimeError | None:
+        """Why values cannot be worked on now, or None: they were sent to host memory."""
+        if self.state is State.AWAY:
+            return RuntimeError(f"the states of {self.buffer.name} are offloaded; call engine.reload_states() first")
+        return None
+
+    # -- what readers and loads write
+
+    def take_writes(self) -> None:
+        """Where parameters are not cut: take what users have written into them in place as their exact values."""
+        if not self.cut:
+            if self.state is State.AWAY:
+                if self.shard.master is not None:
+                    raise self.absence()
+                return
+            self.wait()  # for an update that still runs
+            self.shard.take_writes()
+
+    def snapshot(self, index: int) -> torch.Tensor | None:
+        """What this rank's shard says of parameter `index` now, for `overwrite` to tell later what has changed."""
+        return self.shard.snapshot(index)
+
+    def overwrite(self, index: int, source: int, before: torch.Tensor | None = None) -> None:
+        """Replace parameter `index` by its value on rank `source` of `mesh.data`: full copy, shard and master.
+
+        A collective. With `before`, elements that still have the values of that `snapshot` keep their exact masters.
+        """
+        comm.broadcast(self.buffer.views[index], source, self.mesh.data, self.plan.name)
+        self.shard.take(index, before)
+        self.gathering.changed()
+
+    def renew(self, index: int, values: torch.Tensor) -> None:
+        """Take `values` [numel], in the unit's dtype, as parameter `index` in the full copy, where there is one.
+
+        Shard and master hold them already. Autograd is told, so that a graph built before raises, as in plain torch.
+        """
+        self.shard.settle()
+        if self.state in (State.REQUESTED, State.GATHERING):
+            self.wait()
+        if self.state in (State.FULL, State.CONCEALED):
+            self.buffer.views[index].view(-1).copy_(values)
+        else:
+            self.buffer.forget_graph()
+        if not (self.holds and self.state is State.FULL):  # GatheredParameters would take it for a change that is lost
+            self.buffer.outdate([index])
+        self.gathering.changed()
+
+    def _begin(self, gathering: Gathering, room: torch.Tensor) -> None:
+        self._source, self._transfer = gathering, gathering.begin(room)
+
+    def _wait_transfer(self) -> None:
+        self.shard.wait_filled()
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.wait()
+
+    @untransformed
+    def _release(self, keep_if_referenced: bool) -> None:
+        if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):
+            return
+        with self.shard.placement.events.span("release", self.plan.name):
+            self.wait()  # messages on their way still write into the buffer
+            self._keep_writes()
+            with self.buffer.lock:
+                self.buffer.free(keep_if_referenced)
+
+    def _keep_writes(self) -> None:
+        """Before the full copy goes: take what a forward has written into it."""
+        if self.shard.keep_writes(self._source.shown):
+            self.gathering.written()
