@@ -9,13 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from zero.launch.args import check as check_args
 from zero.launch.args import checkpoint as checkpoint_args
-from zero.launch.args import config as config_args
-from zero.launch.args import plan as plan_args
+from zero.launch.args import hosts as host_args
+from zero.launch.args import planning as planning_args
 from zero.launch.args import run as run_args
-from zero.launch.args import ssh as ssh_args
-from zero.launch.args import tune as tune_args
+from zero.launch.args import scripts as script_args
 from zero.launch.contract import CLOSED_PIPE
 
 
@@ -55,22 +53,22 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
         commands.add_parser("run", help="start a script with one process per rank", allow_abbrev=False)
     )
     about = "compare a script's first steps under each stage with plain torch"
-    check_args.add_arguments(commands.add_parser("check", help=about, allow_abbrev=False))
+    script_args.add_check(commands.add_parser("check", help=about, allow_abbrev=False))
     about = "find the fastest configuration of a script, by a plan and short runs"
-    tune_args.add_arguments(commands.add_parser("tune", help=about, allow_abbrev=False))
+    script_args.add_tune(commands.add_parser("tune", help=about, allow_abbrev=False))
     about = "run a command on all hosts of a hostfile"
-    ssh_args.add_arguments(commands.add_parser("ssh", help=about, allow_abbrev=False))
+    host_args.add_ssh(commands.add_parser("ssh", help=about, allow_abbrev=False))
     about = "print the JSON Schema of the config, for an editor to complete and check the file with"
     commands.add_parser("schema", help=about, description=about, allow_abbrev=False)
     about = "ask what a run shall be like, say what memory it takes, and write its configuration"
-    config_args.add_arguments(commands.add_parser("config", help=about, allow_abbrev=False))
+    planning_args.add_config(commands.add_parser("config", help=about, allow_abbrev=False))
     _add_report(commands)
     _add_top(commands)
     about = "start ranks, let them talk, and say what this machine lacks and how to get it"
     ends = "The exit status is 1 when there is a problem. What is installed, and how fast it is, zero report says."
     commands.add_parser("doctor", help=about, description=f"{about}. {ends}", allow_abbrev=False)
     about = "print the memory that a model takes per rank, or the groups of ranks along each axis"
-    plan_args.add_arguments(commands.add_parser("plan", help=about, description=about, allow_abbrev=False))
+    planning_args.add_plan(commands.add_parser("plan", help=about, description=about, allow_abbrev=False))
     checkpoint_args.add_commands(commands)
     return parser, commands
 
@@ -141,7 +139,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     try:
-        request = check_args.request(args)
+        request = script_args.check_request(args)
         request.check()
         from zero.tools.check import script
 
@@ -151,7 +149,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    request = tune_args.request(args)
+    request = script_args.tune_request(args)
     request.check()
     from zero.tools.tune import tuning
 
@@ -161,7 +159,7 @@ def _tune(args: argparse.Namespace) -> int:
 def _ssh(args: argparse.Namespace) -> int:
     from zero.launch.remote import ssh_command
 
-    return ssh_command.run(*ssh_args.request(args))
+    return ssh_command.run(*host_args.ssh_request(args))
 
 
 def _schema(args: argparse.Namespace) -> int:

@@ -74,7 +74,7 @@ TORCH_FREE = (
     "zero.sizes.shape",
     "zero.tiled.slices",
 )
-TORCH_ON_USE = "zero.launch.node.plan"  # it counts the GPUs, and imports torch only where there can be any
+TORCH_ON_USE = "zero.launch.node.node_plan"  # it counts the GPUs, and imports torch only where there can be any
 
 
 class Import(NamedTuple):

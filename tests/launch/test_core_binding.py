@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zero.launch.args.run import LaunchError, Request
-from zero.launch.node.plan import plan
+from zero.launch.args.run import LaunchError, RunRequest
+from zero.launch.node.node_plan import plan
 
 ROOT = Path(__file__).parents[2]
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -23,8 +23,8 @@ sys.stdout.write(json.dumps({**told, "cores": sorted(os.sched_getaffinity(0)), "
 needs_binding = pytest.mark.skipif(not CORES, reason="this system cannot bind a process to cores")
 
 
-def request(*, bind: bool = True, cores: str | None = None, ranks: int = 1) -> Request:
-    return Request(
+def request(*, bind: bool = True, cores: str | None = None, ranks: int = 1) -> RunRequest:
+    return RunRequest(
         "x.py", (), ranks, None, None, None, False, False, 0, None, False, bind_cores=bind, bind_core_list=cores
     )
 

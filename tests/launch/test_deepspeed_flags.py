@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from zero.launch.args import run as args
-from zero.launch.args.run import Request
+from zero.launch.args.run import RunRequest
 
 # As `deepspeed --help` of 0.18 lists them, with a value where they take one, and what they change here.
 TAKEN = [
@@ -55,7 +55,7 @@ REFUSED = [
 ]
 
 
-def parsed(text: str) -> Request:
+def parsed(text: str) -> RunRequest:
     parser = argparse.ArgumentParser(prog="zero run", allow_abbrev=False)
     args.add_arguments(parser)
     return args.request(parser.parse_args([*text.split(), "t.py"]))

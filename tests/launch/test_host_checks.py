@@ -13,9 +13,9 @@ import pytest
 from fake_hosts import TIMEOUT, Hosts, until
 from ports import free_port
 
-from zero.launch.remote.probe import MARK, versions
+from zero.launch.remote.preflight import MARK, versions
 
-REAL = 'case "$1" in *zero.launch.remote.probe*) ;; *) echo started; exit 0;; esac\n'
+REAL = 'case "$1" in *zero.launch.remote.preflight*) ;; *) echo started; exit 0;; esac\n'
 GOOD = REAL + 'exec sh -c "$1"'
 
 
@@ -38,7 +38,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     hosts.host("n2", "printf 'warning\\nssh: connect to host n2 port 22: No route to host\\r\\n' >&2; exit 255")
     hosts.host("n3", edited("s,^cd ,cd /nowhere,"))
     hosts.host("n4", edited(f"s,{python},/no/python,"))
-    hosts.host("n5", edited("s,-m zero.launch.remote.probe,-I -S -m zero.launch.remote.probe,"))
+    hosts.host("n5", edited("s,-m zero.launch.remote.preflight,-I -S -m zero.launch.remote.preflight,"))
     hosts.host("n6", REAL + f"echo '{{}}'; echo '{json.dumps(other)}'")
     hosts.host("n7", edited(f"s,^cd {tmp_path},cd {tmp_path}/elsewhere,"))
     hosts.host("n8", REAL + "echo 'Traceback' >&2; echo 'MemoryError' >&2; exit 1")
@@ -113,7 +113,7 @@ def test_stopped_while_looking(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, "n1", "n2")
     hosts.host("n2", "sleep 968 & sleep 969")
     process = hosts.start("run", "-H", "H", "t.py")
-    assert until(lambda: hosts.calls().count("probe") == 2)
+    assert until(lambda: hosts.calls().count("preflight") == 2)
     process.send_signal(signal.SIGINT)
     assert hosts.finish(process)[0] == 130
     assert hosts.nothing_left()
@@ -125,7 +125,7 @@ def test_pdsh_is_looked_at_by_ssh_with_its_arguments(tmp_path: Path) -> None:
     words = ["--launcher", "pdsh", "--launcher_args=-N", "--ssh_port", "2222", "--master_addr", "127.0.0.1"]
     status, out, err = hosts.zero("run", "-H", "H", *words, "t.py", before="export PDSH_SSH_ARGS_APPEND='-p 1'")
     assert (status, out, err) == (0, "pdsh ran\n", "")
-    assert hosts.calls().count("zero.launch.remote.probe") == 2
+    assert hosts.calls().count("zero.launch.remote.preflight") == 2
 
 
 def test_hosts_that_are_well_start(tmp_path: Path, port: int) -> None:
@@ -135,4 +135,4 @@ def test_hosts_that_are_well_start(tmp_path: Path, port: int) -> None:
     words = ["run", "-H", "H", "--master_addr", "127.0.0.1", "--master_port", str(port), "t.py"]
     status, out, err = hosts.zero(*words)
     assert (status, out.count("started\n"), err) == (0, 2, "no mail\n")
-    assert hosts.calls().count("zero.launch.remote.probe") == 2
+    assert hosts.calls().count("zero.launch.remote.preflight") == 2

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from told import cases
 
 from zero.launch.hosts import hostfile, nodelist
-from zero.launch.hosts.selection import Choice, select
-from zero.launch.hosts.world import Host, numbered
-from zero.launch.messages import LaunchError
+from zero.launch.hosts.devices import numbered
+from zero.launch.hosts.host_world import Host
+from zero.launch.hosts.selection import SlotChoice, select
+from zero.launch.launch_messages import LaunchError
 
 NAMES = ("a", "b", "worker-0", "worker-1", "worker-10", "n1.cluster", "fe80::1", "0")
 POOL = hostfile.parse("a slots=4\nb slots=2\nc slots=1\n", "H")
@@ -78,7 +79,7 @@ def compare(seed: int, excluding: bool) -> None:
     pool = hostfile.parse(text_of(hosts, dice), "H")
     assert pool == tuple(Host(name, numbered(slots)) for name, slots in hosts.items())
     spec = "@".join(part.text(dice) for part in parts)
-    choice = Choice(exclude=spec) if excluding else Choice(include=spec)
+    choice = SlotChoice(exclude=spec) if excluding else SlotChoice(include=spec)
 
     unknown = {part.host for part in parts} - set(hosts)
     beyond = [
@@ -109,7 +110,7 @@ def test_a_choice_is_what_asking_each_slot_gives() -> None:
 def test_counts_take_the_first_hosts_and_slots(seed: int, num_nodes: int | None, num_gpus: int | None) -> None:
     hosts = some_hosts(random.Random(seed))
     pool = tuple(Host(name, numbered(slots)) for name, slots in hosts.items())
-    choice = Choice(num_nodes=num_nodes, num_gpus=num_gpus)
+    choice = SlotChoice(num_nodes=num_nodes, num_gpus=num_gpus)
     names = list(hosts)[:num_nodes]
     if num_nodes is not None and num_nodes > len(hosts):
         assert said(select, pool, choice).startswith(f"--num_nodes: got {num_nodes}, but there ")
@@ -165,23 +166,23 @@ def test_wrong_choices_and_what_is_said(given: str, told: str) -> None:
         made.add_argument(flag, default="")
     for flag in ("--num_nodes", "--num_gpus"):
         made.add_argument(flag, type=int)
-    assert said(select, POOL, Choice(*vars(made.parse_args(given.split())).values())) == told
+    assert said(select, POOL, SlotChoice(*vars(made.parse_args(given.split())).values())) == told
 
 
 def test_a_name_may_have_colons() -> None:
     pool = hostfile.parse("fe80::1 slots=3\nfe80::1:2 slots=1", "H")
-    assert select(pool, Choice("fe80::1")) == (pool[0],)
-    assert select(pool, Choice("fe80::1:0-1")) == (Host("fe80::1", ("0", "1")),)
+    assert select(pool, SlotChoice("fe80::1")) == (pool[0],)
+    assert select(pool, SlotChoice("fe80::1:0-1")) == (Host("fe80::1", ("0", "1")),)
     # What is the whole name of a host is that host.
-    assert select(pool, Choice("fe80::1:2")) == (pool[1],)
-    assert select(pool, Choice("fe80::1:02")) == (Host("fe80::1", ("2",)),)
+    assert select(pool, SlotChoice("fe80::1:2")) == (pool[1],)
+    assert select(pool, SlotChoice("fe80::1:02")) == (Host("fe80::1", ("2",)),)
 
 
 def test_slots_may_be_names_of_gpus() -> None:
     pool = [Host("localhost", ("GPU-8f2a-11", "MIG-0-3", "7"))]
-    assert select(pool, Choice("localhost:7,GPU-8f2a-11")) == (Host("localhost", ("GPU-8f2a-11", "7")),)
-    assert select(pool, Choice(exclude="localhost:MIG-0-3")) == (Host("localhost", ("GPU-8f2a-11", "7")),)
-    assert said(select, pool, Choice("localhost:0")).endswith("has no slot '0'; it has GPU-8f2a-11, MIG-0-3, 7")
+    assert select(pool, SlotChoice("localhost:7,GPU-8f2a-11")) == (Host("localhost", ("GPU-8f2a-11", "7")),)
+    assert select(pool, SlotChoice(exclude="localhost:MIG-0-3")) == (Host("localhost", ("GPU-8f2a-11", "7")),)
+    assert said(select, pool, SlotChoice("localhost:0")).endswith("has no slot '0'; it has GPU-8f2a-11, MIG-0-3, 7")
 
 
 NAME_RULE = "a host's name has letters, digits, '.', '_', '-' and ':' only; a user's name goes to ~/.ssh/config"

@@ -13,9 +13,9 @@ from nodes import OURS, ROOT, alive, environment, eventually
 from ports import free_port
 
 from zero.__main__ import main
-from zero.launch.args.run import LaunchError, Request, check_script
-from zero.launch.node.outcome import Failure, of
-from zero.launch.node.plan import plan
+from zero.launch.args.run import LaunchError, RunRequest, check_script
+from zero.launch.node.attempt_end import Failure, end_of
+from zero.launch.node.node_plan import plan
 
 # One write with its newline: the ranks run unbuffered on one pipe, where the pieces that print() writes would mix.
 SHOW = f"import os, sys; sys.stdout.write('|'.join([*(os.environ[k] for k in {OURS!r}), *sys.argv[1:]]) + chr(10))"
@@ -193,10 +193,10 @@ def test_restarts_that_do_not_help_end_with_the_last_failure(zero, script):
 
 
 def test_of_ranks_that_die_together_the_killed_one_is_named():
-    killed = of([Failure(0, 1, 7), Failure(1, -6, 7)])
+    killed = end_of([Failure(0, 1, 7), Failure(1, -6, 7)])
     assert (killed.text, killed.status) == ("rank 1 was killed by SIGABRT, pid 7", 134)
     # SIGTERM is how ranks are ended, and no cause.
-    first = of([Failure(1, 4, 7), Failure(0, -15, 7)])
+    first = end_of([Failure(1, 4, 7), Failure(0, -15, 7)])
     assert (first.text, first.status) == ("rank 1 failed first, with exit code 4 (pid 7)", 4)
 
 
@@ -252,13 +252,13 @@ def test_a_module_of_an_editable_installation_is_found(monkeypatch):
     check_script("installed_editable.main", True, False)
 
 
-def request(**changed) -> Request:
+def request(**changed) -> RunRequest:
     keys = {
         "script": "x.py", "script_args": (), "num_gpus": None, "num_nodes": 1, "master_addr": "127.0.0.1",
         "master_port": None, "module": False, "no_python": False, "max_restarts": 0, "log_dir": None,
         "dry_run": False,
     }  # fmt: skip
-    return Request(**{**keys, **changed})
+    return RunRequest(**{**keys, **changed})
 
 
 def test_port_that_is_taken():

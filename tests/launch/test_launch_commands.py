@@ -20,11 +20,11 @@ from zero.launch import backends
 from zero.launch.args import run as args
 from zero.launch.args.hosts import LAUNCHERS
 from zero.launch.hosts import hostfile
-from zero.launch.hosts.world import Host, World, decode
+from zero.launch.hosts.host_world import Host, HostWorld, decode
 from zero.launch.job import MOST_BYTES, Job
-from zero.launch.messages import LaunchError
+from zero.launch.launch_messages import LaunchError
 
-WORLD = World((Host("n1", ("0", "1")), Host("n3", ("2",))))
+WORLD = HostWorld((Host("n1", ("0", "1")), Host("n3", ("2",))))
 SSH = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"]
 HOSTILE = [
     "", " ", "a b", "it's", '"', "'\"'\"'", "$HOME", "`id`", "$(id)", "\\", "\\n", "a\nb", "\n", "\t", "*", "?", "~",
@@ -35,7 +35,7 @@ HOSTILE = [
 SHOW = "import json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]))"
 
 
-def request(*words: str) -> args.Request:
+def request(*words: str) -> args.RunRequest:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     args.add_arguments(parser)
     return args.request(parser.parse_args(words))

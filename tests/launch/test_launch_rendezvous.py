@@ -15,13 +15,13 @@ from multiprocessing.connection import wait
 import pytest
 from ports import free_port
 
-from zero.launch.hosts.world import Host, World
-from zero.launch.node import client, rendezvous
-from zero.launch.node.client import RendezvousClient
+from zero.launch.hosts.host_world import Host, HostWorld
+from zero.launch.node import rendezvous_client, rendezvous_server
 from zero.launch.node.connection import Connection
-from zero.launch.node.rendezvous import RendezvousServer, Terms
+from zero.launch.node.rendezvous_client import RendezvousClient
+from zero.launch.node.rendezvous_server import RendezvousServer, Terms
 
-WORLD = World(tuple(Host(name, ("0",)) for name in "abc"))
+WORLD = HostWorld(tuple(Host(name, ("0",)) for name in "abc"))
 SECRET = "of this job"
 
 
@@ -29,7 +29,7 @@ SECRET = "of this job"
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the hosts say of their own."""
     lines: list[str] = []
-    for module in (client, rendezvous):
+    for module in (rendezvous_client, rendezvous_server):
         monkeypatch.setattr(module, "say", lines.append)
     return lines
 
@@ -38,8 +38,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts that take each other for lost after half the time."""
     monkeypatch.setattr("zero.launch.node.connection.SILENCE", 3)
-    monkeypatch.setattr(rendezvous, "SILENCE", 3)
-    monkeypatch.setattr(rendezvous, "HEARTBEAT", 0.5)
+    monkeypatch.setattr(rendezvous_server, "SILENCE", 3)
+    monkeypatch.setattr(rendezvous_server, "HEARTBEAT", 0.5)
 
 
 def terms(**more: float) -> Terms:
@@ -212,7 +212,7 @@ def test_strangers_end_nothing_and_learn_nothing(said, impatient):
         # And those who are many do not keep out a host of the job.
         crowd = [stack.enter_context(socket.create_connection(where)) for _ in range(300)]
         assert NOTHING.fullmatch(heard(crowd[0]))
-        assert len(server._unknown) <= rendezvous._UNKNOWN
+        assert len(server._unknown) <= rendezvous_server._UNKNOWN
         last.open()
         members = (first, spied, last)
         assert until(lambda: all(member.run_id for member in members))

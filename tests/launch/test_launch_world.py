@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 
 from zero.launch.args.hosts import HostFlags
-from zero.launch.args.run import LaunchError, Request
+from zero.launch.args.run import LaunchError, RunRequest
 from zero.launch.hosts import environment
 from zero.launch.hosts.addresses import is_this_machine
-from zero.launch.hosts.world import Host, World, on_node, visible
+from zero.launch.hosts.devices import on_node, visible
+from zero.launch.hosts.host_world import Host, HostWorld
 from zero.launch.job import job_of, node_of
-from zero.launch.node.plan import plan
+from zero.launch.node.node_plan import plan
 
-UNEQUAL = World((Host("n1", ("0", "1", "3")), Host("n2", ("5",)), Host("n3", ("0", "1"))))
-ASKED = Request("t.py", (), None, None, None, None, False, False, 0, None, False)
+UNEQUAL = HostWorld((Host("n1", ("0", "1", "3")), Host("n2", ("5",)), Host("n3", ("0", "1"))))
+ASKED = RunRequest("t.py", (), None, None, None, None, False, False, 0, None, False)
 
 
 def said(function, *args) -> str:
@@ -29,7 +30,7 @@ def said(function, *args) -> str:
     return str(caught.value)
 
 
-def asked(num_gpus: int | None = None, num_nodes: int | None = None, **flags) -> Request:
+def asked(num_gpus: int | None = None, num_nodes: int | None = None, **flags) -> RunRequest:
     return replace(ASKED, num_gpus=num_gpus, num_nodes=num_nodes, hosts=HostFlags(**flags))
 
 
@@ -93,7 +94,7 @@ def test_a_node_that_sees_a_part_of_its_devices_counts_those() -> None:
     assert said(on_node, ("0", "2"), {"CUDA_VISIBLE_DEVICES": "6,7"}) == text
 
 
-def shared_devices(request: Request, gpus: int) -> tuple[int, str | None]:
+def shared_devices(request: RunRequest, gpus: int) -> tuple[int, str | None]:
     made = plan(request, gpus)
     return made.ranks, made.shared.get("CUDA_VISIBLE_DEVICES")
 

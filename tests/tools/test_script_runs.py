@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zero.launch.args.check import add_arguments, request
+from zero.launch.args.scripts import add_check, check_request
 from zero.tools import script_rank
 from zero.tools.script_runs import ScriptRuns
 
@@ -39,8 +39,8 @@ def test_rank_processes_stay_and_runs_share_nothing(tmp_path: Path, monkeypatch:
     program.write_text(textwrap.dedent(RANK_PROCESS))
     path.write_text(textwrap.dedent(FORKED))
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    given = request(parser.parse_args(["--nproc", "2", str(path), "3"]))
+    add_check(parser)
+    given = check_request(parser.parse_args(["--nproc", "2", str(path), "3"]))
     monkeypatch.setattr(script_rank, "__file__", str(program))
     found = {}
     with ScriptRuns(given, tmp_path) as ranks:

@@ -26,7 +26,7 @@ from scenario import run, same
 from torch import nn
 
 import zero
-from zero.launch.args.check import add_arguments, request
+from zero.launch.args.scripts import add_check, check_request
 from zero.tools.check.compare import Yardstick, judge
 from zero.tools.check.plain_engine import Step
 from zero.tools.check.recording import RunRecord
@@ -298,9 +298,11 @@ def test_a_script_that_gives_nothing_to_compare(command, text, words, said):
 
 def test_options_behind_the_script_are_pointed_out():
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    given = request(parser.parse_args(["--steps", "2", "script.py", "--nproc", "2", "--stages=1", "--lr", "3"]))
+    add_check(parser)
+    given = check_request(parser.parse_args(["--steps", "2", "script.py", "--nproc", "2", "--stages=1", "--lr", "3"]))
     assert given.stray_options == ("--nproc", "--stages=1")
-    given = request(parser.parse_args(["--config", "a.json", "--set", "fp16.enabled=true", "script.py", "--config=b"]))
+    given = check_request(
+        parser.parse_args(["--config", "a.json", "--set", "fp16.enabled=true", "script.py", "--config=b"])
+    )
     words = ["--config=a.json", "--set=fp16.enabled=true", "--", "script.py", "--config=b"]
     assert given.command() == ["run", "--hostfile", "", *words] and not given.stray_options

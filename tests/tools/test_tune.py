@@ -15,7 +15,7 @@ from launching import Launchers
 from nodes import environment
 
 from zero.config import load
-from zero.launch.args import tune
+from zero.launch.args.scripts import add_tune, tune_request
 from zero.tools.tune.tuning import Tried, Tuned, _next
 
 Command = Callable[..., subprocess.CompletedProcess]
@@ -188,6 +188,6 @@ def test_what_runs_cannot_tell_apart_is_no_difference(own: Any, other: Any, said
 
 def test_the_script_runs_with_the_words_behind_it_and_with_what_was_set() -> None:
     parser = argparse.ArgumentParser()
-    tune.add_arguments(parser)
-    given = tune.request(parser.parse_args(["--space", "stage", "--set", "a.b=1", "train.py", "--lr", "3"]))
+    add_tune(parser)
+    given = tune_request(parser.parse_args(["--space", "stage", "--set", "a.b=1", "train.py", "--lr", "3"]))
     assert given.command() == ["run", "--hostfile", "", "--set=a.b=1", "--", "train.py", "--lr", "3"]

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from zero.launch.args.hosts import HostFlags
+from zero.launch.contract import SECRET_VARIABLE
 from zero.launch.job import Job
 from zero.launch.node.launcher_pipe import HELD, SECRET
 from zero.launch.process.process import Command
-from zero.launch.secret import VARIABLE
 
 SSH_OPTIONS = (
     "BatchMode=yes",  # an unknown host or a password is an error, not a question that nobody sees
@@ -102,7 +102,7 @@ def _openmpi(job: Job) -> list[Command]:
     Each part names its host, as mpirun orders hosts in its own way, the one that it runs on first. The job's secret is
     in mpirun's environment, and only its name is here.
     """
-    hosts = [["--host", host.name, "-x", VARIABLE] for host in job.world.hosts]
+    hosts = [["--host", host.name, "-x", SECRET_VARIABLE] for host in job.world.hosts]
     return [Command(["mpirun", *job.request.hosts.launcher_args, "--bind-to", "none", *_mpi_parts(job, hosts)])]
 
 

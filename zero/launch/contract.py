@@ -1,6 +1,8 @@
-"""What the launcher and the nodes that it starts on other hosts agree about, and exit statuses."""
+"""What the launcher, the nodes that it starts on other hosts and the ranks agree about, and exit statuses."""
 
 from __future__ import annotations
+
+import hmac
 
 SILENCE = 6
 """Seconds without a heartbeat, after which whoever should give one counts as lost."""
@@ -20,3 +22,18 @@ INITIALIZED = "ZERO_INITIALIZED"
 """The variable with the path of a file that a rank makes in `zero.initialize`; the launcher looks whether it did."""
 ASSIGNED = "ZERO_ASSIGNED"
 """The variable by which `zero check` and `zero tune` tell a script, as JSON, which run they want of it."""
+SECRET_VARIABLE = "ZERO_SECRET"
+"""The variable with the secret of a job, with which its launchers and ranks sign what they send to each other.
+
+`zero run` makes one for each job. The launchers of the hosts get it on the stdin of ssh, or in the environment that
+Slurm and MPI hand on; the ranks have it in theirs. It stands on no command line and in no file.
+"""
+
+
+def signature(secret: bytes, *parts: bytes) -> bytes:
+    """The HMAC of `parts` with `secret` as its key; the parts are separated by their lengths.
+
+    To be compared by `hmac.compare_digest`, in constant time.
+    """
+    text = b"".join(b"%d:%b" % (len(part), part) for part in parts)
+    return hmac.digest(secret, text, "sha256").hex().encode()

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero.launch.args.run import Request
+from zero.launch.args.run import RunRequest
 from zero.launch.hosts import environment as variables
 from zero.launch.hosts import hostfile, nodelist, selection
-from zero.launch.hosts.world import Host, World, decode
-from zero.launch.messages import LaunchError
+from zero.launch.hosts.host_world import Host, HostWorld, decode
+from zero.launch.launch_messages import LaunchError
 
 PORT = 29500  # what torchrun and DeepSpeed take; a free one cannot be looked for on another host
 MOST_BYTES = 128 * 1024 - 1  # of one argument of a program: MAX_ARG_STRLEN of Linux, less the zero at its end
@@ -23,8 +23,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 class Job:
     """What every backend starts, each in its own way."""
 
-    request: Request
-    world: World
+    request: RunRequest
+    world: HostWorld
     master_addr: str
     master_port: int
     environment: Mapping[str, str]  # what a node's processes get on top of what its own login gives
@@ -85,7 +85,7 @@ class Job:
         return text
 
 
-def job_of(request: Request, environment: Mapping[str, str], folder: Path) -> Job | None:
+def job_of(request: RunRequest, environment: Mapping[str, str], folder: Path) -> Job | None:
     """The job of `request` on the hosts of a hostfile or an allocation; None where none are named.
 
     `environment` is the launcher's, `folder` where it runs.
@@ -94,7 +94,7 @@ def job_of(request: Request, environment: Mapping[str, str], folder: Path) -> Jo
     if chosen is None:
         return None
     hosts, notes = chosen
-    world = World(hosts)
+    world = HostWorld(hosts)
     flags = request.hosts
     if request.min_nodes is not None and request.min_nodes > len(hosts):
         raise LaunchError(f"--min_nodes: got {request.min_nodes}, but the job has {_hosts_in_words(hosts)}")
@@ -124,7 +124,7 @@ def note_of_files(from_files: variables.Variables) -> tuple[str, ...]:
     return (f"{', '.join(from_files.values)} from {', '.join(from_files.files)}",)
 
 
-def node_of(request: Request, world: World, environment: Mapping[str, str]) -> int:
+def node_of(request: RunRequest, world: HostWorld, environment: Mapping[str, str]) -> int:
     """The number of the host that this process, a node of `world`, runs on."""
     if request.hosts.node_rank is not None:
         return request.hosts.node_rank
@@ -134,7 +134,7 @@ def node_of(request: Request, world: World, environment: Mapping[str, str]) -> i
     raise LaunchError("--no_ssh: give --node_rank too, from 0 on the first host to the number of hosts less 1")
 
 
-def _hosts(request: Request, environment: Mapping[str, str]) -> tuple[tuple[Host, ...], tuple[str, ...]] | None:
+def _hosts(request: RunRequest, environment: Mapping[str, str]) -> tuple[tuple[Host, ...], tuple[str, ...]] | None:
     flags = request.hosts
     if flags.world is not None:
         return decode(flags.world).hosts, ()

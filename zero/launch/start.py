@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero.launch import backends
-from zero.launch.args.run import Request
+from zero.launch.args.run import RunRequest
 from zero.launch.hosts.addresses import is_this_machine
-from zero.launch.hosts.world import World
+from zero.launch.hosts.host_world import HostWorld
 from zero.launch.job import Job, job_of
-from zero.launch.messages import say
-from zero.launch.node.runner import run as run_node
+from zero.launch.launch_messages import say
+from zero.launch.node.node import run as run_node
 from zero.launch.remote import job_runner, preflight
 
 
-def run(request: Request) -> int:
+def run(request: RunRequest) -> int:
     """Do what `zero run` was asked to; the exit status is that of the first rank that failed."""
     request.check()
     job = job_of(request, os.environ, Path.cwd())
@@ -50,7 +50,7 @@ def lines(job: Job) -> list[str]:
     return [line for pair in zip(comments, commands, strict=True) for line in pair]
 
 
-def comment(world: World, node: int) -> str:
+def comment(world: HostWorld, node: int) -> str:
     """One host, its ranks and its devices, as a comment of a shell."""
     ranks, host = world.ranks(node), world.hosts[node]
     which = f"ranks {ranks[0]} to {ranks[-1]} on devices" if len(ranks) > 1 else f"rank {ranks[0]} on device"

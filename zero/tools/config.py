@@ -12,7 +12,7 @@ from typing import Any
 
 from zero.config import ConfigError, load
 from zero.config.override import override
-from zero.launch.messages import check_writable
+from zero.launch.launch_messages import check_writable
 from zero.sizes.estimate import GB, Estimate, PlanRow, estimate
 from zero.sizes.lines import of_each
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 
 from zero.errors import VARIABLE as ERROR_FILE
-from zero.launch.args.check import ScriptRequest
+from zero.launch.args.scripts import ScriptRequest
 from zero.launch.hosts.addresses import free_port
-from zero.launch.node.outcome import signal_name
+from zero.launch.node.attempt_end import signal_name
 from zero.tools import script_rank
 
 _START = 300.0  # seconds for the ranks to import torch and zero

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
-from zero.launch.secret import VARIABLE, signature
+from zero.launch.contract import SECRET_VARIABLE, signature
 from zero.log import logger
 
 _LENGTH = len(signature(b""))
@@ -33,7 +33,7 @@ class SignedStore:
         self._prefix = prefix
         self._rank = rank
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._secret = signature(os.environ.get(VARIABLE, "").encode(errors="surrogateescape"), attempt.encode())
+        self._secret = signature(os.environ.get(SECRET_VARIABLE, "").encode(errors="surrogateescape"), attempt.encode())
         self._doubted: set[str] = set()
 
     def set(self, key: str, value: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The flags of `zero run` that say which hosts there are, and how to reach them."""
+"""The flags that say which hosts there are and how to reach them: of `zero run`, and those of `zero ssh`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ import shlex
 from dataclasses import dataclass, fields
 from typing import Any
 
-from zero.launch.args.deepspeed import about_launcher
 from zero.launch.hosts.hostfile import DEFAULT, MOST
-from zero.launch.hosts.selection import Choice
-from zero.launch.messages import LaunchError
+from zero.launch.hosts.selection import SlotChoice
+from zero.launch.launch_messages import LaunchError
 
 LAUNCHERS = ("ssh", "pdsh", "slurm", "openmpi", "mpich")
 BY_SSH = ("ssh", "pdsh")  # the others start processes by daemons of their own
 ENDS_ALL = tuple(name for name in LAUNCHERS if name not in BY_SSH)  # when they lose a host
+_OF_DEEPSPEED = {
+    "impi": "the mpirun of Intel MPI is --launcher mpich",
+    "mvapich": "the mpirun of MVAPICH is --launcher mpich",
+}
+_SSH = """Run a command on all hosts of a hostfile at once, by the login shell there.
+
+One argument is a line for that shell, as in 'cd /data && ls | wc -l'; several are a command and its arguments, each as
+it is. Every line of output begins with the name of its host. The command has an empty stdin and no terminal, and ends
+when this one does. The exit status is that of the first host, in the hostfile's order, where the command failed; 255
+is what ssh has for a host that it cannot reach."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +42,12 @@ class HostFlags:
     no_check: bool = False
     env_file: str | None = None
     no_env_files: bool = False
-    world: str | None = None  # as World.encode writes it, in place of a hostfile
+    world: str | None = None  # as HostWorld.encode writes it, in place of a hostfile
     stdin: str | None = None  # what of the launcher's is on it, see node/launcher_pipe.py
 
-    def choice(self, num_nodes: int | None, num_gpus: int | None) -> Choice:
+    def choice(self, num_nodes: int | None, num_gpus: int | None) -> SlotChoice:
         """What is to be taken of the hosts there are."""
-        return Choice(self.include, self.exclude, num_nodes, num_gpus)
+        return SlotChoice(self.include, self.exclude, num_nodes, num_gpus)
 
     def check(self) -> None:
         """Raise `LaunchError` for flags that cannot stand together."""
@@ -68,6 +77,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--no_env_files", action="store_true", help="do not read ~/.zero_env, .zero_env and DeepSpeed's")
     how.add_argument("--world", help=argparse.SUPPRESS)
     how.add_argument("--stdin", help=argparse.SUPPRESS)
+
+
+def add_ssh(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the arguments of `zero ssh`."""
+    parser.usage = "zero ssh [options] command [arguments]"
+    parser.description = _SSH
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_choice(parser, "-f", "-H", "--hostfile")
+    parser.add_argument("--ssh_port", type=port, metavar="P", help="the port of the hosts' ssh servers")
+    about = "more arguments for ssh: --launcher_args='-F config'"
+    parser.add_argument("--launcher_args", type=words, default=(), metavar="ARGS", help=about)
+    # As in zero run: what stands behind the first word, and a "--", is the command's.
+    parser.add_argument("words", nargs=argparse.PARSER, metavar="command", help="the command, or a line for the shell")
+
+
+def ssh_request(parsed: argparse.Namespace) -> tuple[HostFlags, list[str]]:
+    """Which hosts, and the words of the command, of the parsed arguments."""
+    words = parsed.words[1:] if parsed.words[0] == "--" else parsed.words
+    return filled(HostFlags, parsed), words
 
 
 def add_choice(parser: argparse._ActionsContainer, *names: str, none: str = "") -> None:
@@ -120,7 +148,8 @@ def port(text: str) -> int:
 def _launcher(text: str) -> str:
     name = text.lower()
     if name not in LAUNCHERS:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(LAUNCHERS)}{about_launcher(name)}")
+        instead = f"; {_OF_DEEPSPEED[name]}" if name in _OF_DEEPSPEED else ""
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(LAUNCHERS)}{instead}")
     return name
 
 

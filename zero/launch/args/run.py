@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.launch.args import deepspeed as deepspeed_args
 from zero.launch.args.hosts import ENDS_ALL, HostFlags, at_least, filled, port, ranks_of_host
 from zero.launch.args.hosts import add_arguments as add_host_arguments
-from zero.launch.hosts import cores, selection
-from zero.launch.messages import LaunchError as LaunchError
+from zero.launch.hosts import selection
+from zero.launch.hosts.devices import parse_cores
+from zero.launch.launch_messages import LaunchError as LaunchError
 
 _ABOUT = """Run a training script with one process per GPU of this machine, or with N processes on the CPU; or, with
 a hostfile, with one process for each slot of its hosts.
@@ -21,6 +21,22 @@ a hostfile, with one process for each slot of its hosts.
 Each process finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
 environment, as under torchrun. No --local_rank is added to the arguments of the script: read LOCAL_RANK.
 The exit status is that of the first rank that failed, or 128 + n when signal n killed it."""
+# Flags of DeepSpeed or torchrun: taken for what is always so here, or refused with what to do instead.
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_QUIET = _LEVELS[2:]
+_ALWAYS = ("--no_local_rank", "--force_multi", "--standalone")
+_MEETING = "the hosts of a --hostfile find each other, at --master_addr and --master_port if you give them"
+_ELASTIC = "--max_restarts N restarts the ranks, with --min_nodes M on fewer hosts when some are lost"
+_REFUSED = {
+    "--save_pid": "no file with a process id is written; the shell has it in $! after `zero run ... &`",
+    "--venv_script": "every host runs the Python that runs this command, and so its environment; variables go into "
+    ".zero_env or --env_file",
+    "--autotuning": "`zero tune script.py` finds a configuration",
+    "--elastic_training": _ELASTIC,
+    "--min_elastic_nodes": _ELASTIC,
+    **dict.fromkeys(("--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--rdzv_conf"), _MEETING),
+    "--max_elastic_nodes": f"{_ELASTIC}; --num_nodes says how many there are at most",
+}
 
 
 class ConfigFlags(NamedTuple):
@@ -43,7 +59,7 @@ class ConfigFlags(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """What `zero run` was asked to do."""
 
     script: str
@@ -82,11 +98,19 @@ class Request:
         if self.bind_core_list is not None:
             if not self.bind_cores:
                 raise LaunchError("--bind_core_list: says which cores --bind_cores_to_rank binds to; give both")
-            cores.parse(self.bind_core_list)
+            parse_cores(self.bind_core_list)
         if self.module and self.no_python:
             raise LaunchError("--module and --no_python: give one of them")
         check_script(self.script, self.module, self.no_python)
         self.config.check()
+
+
+class _RefusedFlag(argparse.Action):
+    """Says what to do instead, before anything else that may be wrong with the command line."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        """Leave with the message."""
+        parser.error(f"{option_string}: this flag of another launcher is not here: {_REFUSED[option_string]}")
 
 
 def check_script(script: str, module: bool, no_python: bool) -> None:
@@ -142,11 +166,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--as-deepspeed", "--as_deepspeed", action="store_true", help=about)
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what would run, and start nothing")
     parser.add_argument("-q", "--quiet", action="store_true", help="say only what goes wrong, in the ranks too")
-    deepspeed_args.add_arguments(parser)
+    _add_of_others(parser)
     add_host_arguments(parser)
     # One argument for all words: a second one would take a "--" that belongs to the script for a mark of its own.
     about = "the training script; the arguments after it are its own"
     parser.add_argument("command_line", nargs=argparse.PARSER, metavar="script", help=about)
+
+
+def _add_of_others(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the flags of other launchers, which its help does not list."""
+    for flag in _ALWAYS:
+        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    for flag in _REFUSED:
+        parser.add_argument(flag, action=_RefusedFlag, nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--log_level", type=str.lower, choices=_LEVELS, default="info", help=argparse.SUPPRESS)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -157,12 +190,12 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help=about)
 
 
-def request(parsed: argparse.Namespace) -> Request:
+def request(parsed: argparse.Namespace) -> RunRequest:
     """The request that the parsed arguments make."""
     words = parsed.command_line
     script, *script_args = words[1:] if words[0] == "--" else words
-    quiet = parsed.quiet or parsed.log_level in deepspeed_args.QUIET
+    quiet = parsed.quiet or parsed.log_level in _QUIET
     hosts = filled(HostFlags, parsed)
     config = ConfigFlags(parsed.config, tuple(parsed.sets))
     more = {"script": script, "script_args": tuple(script_args), "hosts": hosts, "quiet": quiet, "config": config}
-    return filled(Request, parsed, **more)
+    return filled(RunRequest, parsed, **more)

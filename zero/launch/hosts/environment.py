@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.launch.messages import LaunchError, raise_all, text_of
-from zero.launch.secret import VARIABLE
+from zero.launch.contract import SECRET_VARIABLE
+from zero.launch.launch_messages import LaunchError, raise_all, text_of
 
 # What steers the communication, Python, torch and which kernels round, and so has to be the same on every host. What
 # belongs to one host, such as PATH or HOME, stays out.
@@ -16,13 +16,13 @@ PREFIXES = (
     "ATEN_", "CUBLAS", "DNNL_", "GLOO_", "MKL_", "MLFLOW", "MV2", "NCCL", "OMP_", "ONEDNN_", "PYTHON", "PYTORCH",
     "TORCH", "UCX", "ZERO_",
 )  # fmt: skip
-NEVER = ("TORCHELASTIC", VARIABLE)  # of an agent that this launcher itself runs under; not for command lines
+NEVER = ("TORCHELASTIC", SECRET_VARIABLE)  # of an agent that this launcher itself runs under; not for command lines
 FILES = (".deepspeed_env", ".zero_env")
 # What the launcher decides, and the flag for it: a file would be overruled in silence.
 OURS = {
     "RANK": "--node_rank", "LOCAL_RANK": "--include", "WORLD_SIZE": "--num_nodes", "LOCAL_WORLD_SIZE": "--num_gpus",
     "NODE_RANK": "--node_rank", "MASTER_ADDR": "--master_addr", "MASTER_PORT": "--master_port",
-    "CUDA_VISIBLE_DEVICES": "--include", VARIABLE: "the environment of each host's launcher, with --no_ssh",
+    "CUDA_VISIBLE_DEVICES": "--include", SECRET_VARIABLE: "the environment of each host's launcher, with --no_ssh",
 }  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _COMMENT = re.compile(r"\s+#.*")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from zero.launch.hosts.world import Host, numbered
-from zero.launch.messages import LaunchError, raise_all, text_of
+from zero.launch.hosts.devices import numbered
+from zero.launch.hosts.host_world import Host
+from zero.launch.launch_messages import LaunchError, raise_all, text_of
 
 DEFAULT = "/job/hostfile"
 MOST = 1024  # more processes on one host is a slip of the finger, and would be started in earnest

@@ -6,8 +6,9 @@ import itertools
 import re
 from collections.abc import Mapping
 
-from zero.launch.hosts.world import Host, numbered
-from zero.launch.messages import LaunchError, listed
+from zero.launch.hosts.devices import numbered
+from zero.launch.hosts.host_world import Host
+from zero.launch.launch_messages import LaunchError, listed
 
 LIST = "SLURM_JOB_NODELIST"
 _GROUP = re.compile(r"\[([^\[\]]*)\]")

@@ -6,14 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zero.launch.hosts.world import Host
-from zero.launch.messages import LaunchError, listed, raise_all
+from zero.launch.hosts.host_world import Host
+from zero.launch.launch_messages import LaunchError, listed, raise_all
 
 _RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _WANTED = "wanted host, host:slot,slot or host:first-last, with @ between hosts, such as worker-0@worker-1:0,2"
 
 
-class Choice(NamedTuple):
+class SlotChoice(NamedTuple):
     """The flags that choose; None or an empty text: not given."""
 
     include: str = ""
@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     num_gpus: int | None = None
 
 
-def select(hosts: Sequence[Host], choice: Choice) -> tuple[Host, ...]:
+def select(hosts: Sequence[Host], choice: SlotChoice) -> tuple[Host, ...]:
     """Those of `hosts` that `choice` leaves, with the slots that it leaves; both in the order of `hosts`."""
     check(choice)
     if choice.include:
@@ -45,7 +45,7 @@ def described(hosts: Sequence[Host]) -> str:
     return listed([f"{host.name}:{','.join(host.devices)}" for host in hosts])
 
 
-def check(choice: Choice) -> None:
+def check(choice: SlotChoice) -> None:
     """Raise `LaunchError` for flags that cannot stand together, whatever hosts there are."""
     if choice.include and choice.exclude:
         raise LaunchError("--include and --exclude: give one of them")
@@ -55,7 +55,7 @@ def check(choice: Choice) -> None:
         raise LaunchError(f"{' and '.join(counted)}: cannot be given with {spec}, which says the same by names")
 
 
-def _first(hosts: Sequence[Host], choice: Choice) -> tuple[Host, ...]:
+def _first(hosts: Sequence[Host], choice: SlotChoice) -> tuple[Host, ...]:
     """The first `num_nodes` hosts, and the first `num_gpus` slots of each."""
     count = len(hosts) if choice.num_nodes is None else choice.num_nodes
     if count > len(hosts):

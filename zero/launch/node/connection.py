@@ -16,8 +16,7 @@ import socket
 import threading
 from typing import Any
 
-from zero.launch.contract import SILENCE
-from zero.launch.secret import signature
+from zero.launch.contract import SILENCE, signature
 
 CUT = (OSError, ValueError)
 """What `greet` and `receive` raise: TimeoutError for silence, ValueError for what is no message of the job."""

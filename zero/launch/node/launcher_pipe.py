@@ -15,9 +15,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero.launch.contract import SILENCE
-from zero.launch.messages import LaunchError
-from zero.launch.secret import VARIABLE
+from zero.launch.contract import SECRET_VARIABLE, SILENCE
+from zero.launch.launch_messages import LaunchError
 
 HELD, SECRET = "held", "secret"
 """What a node is told about its stdin: that it is held open as long as the job is to run, or that it is this pipe."""
@@ -62,7 +61,7 @@ def secret_of_job(stdin: str | None, environment: Mapping[str, str]) -> str:
     What follows that line stays unread. Raises LaunchError where no line comes.
     """
     if stdin != SECRET:
-        return environment.get(VARIABLE, "")
+        return environment.get(SECRET_VARIABLE, "")
     line = b""
     while len(line) < _LINE and select.select([0], [], [], _PATIENCE)[0] and (byte := os.read(0, 1)):
         if byte == b"\n":

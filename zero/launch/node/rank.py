@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zero.launch.contract import INITIALIZED
-from zero.launch.node.client import Attempt
-from zero.launch.node.outcome import Failure
+from zero.launch.node.attempt_end import Failure
+from zero.launch.node.rendezvous_client import Attempt
 from zero.launch.process.process import Command, Process
 
 _TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?")
 _LONGEST = 1000  # characters of a message
 
 
-class Rank(Process):
+class RankProcess(Process):
     """One rank. It gets the signals that the launcher gets, with all of its group, and then SIGKILL.
 
     folder: for its error file and, where `logged`, for its output, too.

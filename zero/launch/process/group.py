@@ -1,24 +1,74 @@
-"""Processes that run at the same time, until all have ended."""
+"""Processes that run at the same time, until all have ended, and whatever these have started."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import selectors
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from zero.launch.process.descendants import Descendants
 from zero.launch.process.output import OutputPump
 from zero.launch.process.process import OutputStream, Process
 
+if TYPE_CHECKING:
+    import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
 _TURN = 0.05  # seconds between two looks at what makes no noise
 _PAUSE = 0.01  # seconds to wait for whoever reads what we write
 _HASTE = 1.0  # seconds that are left after a second signal, and from asking a process to end to killing it
 _STUCK = 3.0  # seconds after which a killed process is waited for no longer
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Descendants:
+    """The processes that come to be below this one from now on.
+
+    adopt: have orphans fall to this process instead of init, where nobody would find them: the data loaders, say, of a
+    rank that was killed. Without it, only those are known that `note` saw while their parent was alive.
+    """
+
+    def __init__(self, adopt: bool = False) -> None:
+        if adopt and sys.platform == "linux":
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._noted: set[psutil.Process] = set()
+        self._before = _below()
+
+    def note(self) -> None:
+        """Remember the processes that are below this one now."""
+        self._noted |= _below() - self._before
+
+    def end(self, grace: float) -> None:
+        """End them all: ask first, kill after `grace` seconds; at once where that is 0."""
+        import psutil
+
+        self.note()
+        if grace:
+            for process in self._noted:
+                with contextlib.suppress(psutil.Error):
+                    process.terminate()
+            psutil.wait_procs(self._noted, timeout=grace)
+            self.note()  # what was started in the meantime goes too
+        for process in self._noted:
+            with contextlib.suppress(psutil.Error):
+                process.kill()  # checks that the process id still means the same process
+        psutil.wait_procs(self._noted, timeout=grace)  # what follows may need their ports
+        self._noted.clear()
+
+
+def _below() -> set[psutil.Process]:
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return set(psutil.Process().children(recursive=True))
+    return set()
 
 
 class ProcessGroup:

@@ -60,7 +60,7 @@ def prefixed(prefix: bytes, lines: bytes) -> bytes:
     return b"".join(prefix + line for line in _LINE.findall(lines))
 
 
-class _Writer:
+class _OutputWriter:
     """A thread that writes one file descriptor: whoever does not read must not keep the rest waiting.
 
     Attributes:
@@ -91,9 +91,9 @@ class OutputPump:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or not there
             sys.stdout.flush()
         out, err = _usable(1), _usable(2)
-        self._out = _Writer(out)
+        self._out = _OutputWriter(out)
         same = out is not None and err is not None and os.path.samestat(os.fstat(out), os.fstat(err))
-        self._err = self._out if same else _Writer(err)
+        self._err = self._out if same else _OutputWriter(err)
 
     def put(self, to_stderr: bool, data: bytes) -> None:
         """Whole lines, to be written in one piece after what was put before; from any thread."""

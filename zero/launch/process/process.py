@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
-from zero.launch.messages import LaunchError
+from zero.launch.launch_messages import LaunchError
 from zero.launch.process.output import LineBuffer
 
 _CHUNK = 1 << 16

@@ -11,14 +11,12 @@ from secrets import token_hex
 from typing import Any
 
 from zero.launch import backends
-from zero.launch.contract import CLOSED_PIPE, HEARTBEAT, NO_CONNECTION
+from zero.launch.contract import CLOSED_PIPE, HEARTBEAT, NO_CONNECTION, SECRET_VARIABLE
 from zero.launch.job import Job
-from zero.launch.messages import LaunchError
-from zero.launch.process.descendants import Descendants
-from zero.launch.process.group import ProcessGroup
+from zero.launch.launch_messages import LaunchError
+from zero.launch.process.group import Descendants, ProcessGroup
 from zero.launch.process.output import OutputPump
 from zero.launch.process.process import Command, Process
-from zero.launch.secret import VARIABLE
 
 _GRACE = 3  # seconds between asking what mpirun, say, has left here to end, and killing it
 _OF_NODES = (b"zero run: ", b"[")  # how every line of a node and of its ranks begins; all others are ssh's
@@ -40,7 +38,7 @@ def run(job: Job) -> int:
     processes: list[Process] = []
     for command in commands:
         if command.node is None:
-            with_secret = {**command.environment, VARIABLE: secret}
+            with_secret = {**command.environment, SECRET_VARIABLE: secret}
             processes.append(Process(launcher, command._replace(environment=with_secret)))
         else:
             name = job.world.hosts[command.node].name

@@ -1,26 +1,35 @@
-"""A look at all hosts before anything starts there; whatever is wrong on any of them is said at once."""
+"""A look at all hosts before anything starts there; whatever is wrong on any of them is said at once.
+
+On a host `python -m zero.launch.remote.preflight JSON` prints what it says of itself, as JSON. It imports no torch, so
+many hosts answer within a second or two.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import shlex
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from zero.launch.args.hosts import BY_SSH
+from zero.launch.args.run import check_script
 from zero.launch.backends import to_host
 from zero.launch.contract import NO_CONNECTION
+from zero.launch.hosts import addresses
 from zero.launch.job import Job
-from zero.launch.messages import listed, raise_all
+from zero.launch.launch_messages import LaunchError, listed, raise_all
 from zero.launch.process.group import ProcessGroup
 from zero.launch.process.process import Command, Process
-from zero.launch.remote import probe
 from zero.launch.remote.job_runner import require
 
+MARK = "zero_probe"  # so that nothing that a login prints is taken for the answer
 _MOST = 64 * 1024  # bytes of a host's output that are kept
 
 
@@ -71,7 +80,7 @@ def check(job: Job) -> int:
     group.run()
     if group.stopped_by is not None:
         return 128 + group.stopped_by
-    here = probe.versions()
+    here = versions()
     problems = []
     for process in group.processes:
         out, err = group.text(process.name, False), group.text(process.name, True)
@@ -118,7 +127,7 @@ def _command(job: Job, node: int) -> Command:
     flags = request.hosts
     if flags.launcher == "pdsh":  # its arguments are none of ssh's; those it has for ssh are here
         flags = replace(flags, launcher_args=tuple(shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))))
-    words = [*job.python(), "-m", "zero.launch.remote.probe", json.dumps(asked)]
+    words = [*job.python(), "-m", "zero.launch.remote.preflight", json.dumps(asked)]
     return Command([*to_host(flags, job.world.hosts[node].name), job.shell(words)], node)
 
 
@@ -128,11 +137,42 @@ def _answer(out: str) -> dict[str, Any] | None:
             answer = json.loads(line)
         except ValueError:
             continue
-        if isinstance(answer, dict) and probe.MARK in answer:
-            return answer[probe.MARK]
+        if isinstance(answer, dict) and MARK in answer:
+            return answer[MARK]
     return None
 
 
 def _last(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
+
+
+def versions() -> dict[str, str]:
+    """What has to be the same on all hosts."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "(not installed)"
+    zero = sys.modules["zero"].__version__  # of the package that this module is in
+    return {"Python": platform.python_version(), "zero": zero, "torch": torch}
+
+
+def look(script: str, module: bool, no_python: bool, address: str | None, port: int | None) -> dict[str, Any]:
+    """The versions here and what would keep a job from starting; `port` is for the first host only."""
+    problems = []
+    try:
+        check_script(script, module, no_python)
+    except LaunchError as error:
+        problems.append(str(error))
+    if address is not None:
+        try:
+            socket.getaddrinfo(address, None)
+        except OSError as error:
+            problems.append(f"does not know the first host as {address!r} ({error.strerror}); --master_addr names it")
+    if port is not None and (why := addresses.port_problem(port)):
+        problems.append(f"cannot listen on port {port}, where the hosts meet ({why}); --master_port names another")
+    return {"versions": versions(), "problems": problems}
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n" + json.dumps({MARK: look(**json.loads(sys.argv[1]))}) + "\n")

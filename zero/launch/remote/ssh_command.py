@@ -11,7 +11,7 @@ from zero.launch.args.hosts import HostFlags
 from zero.launch.backends import to_host
 from zero.launch.contract import NO_CONNECTION
 from zero.launch.hosts import hostfile, selection
-from zero.launch.messages import LaunchError, listed
+from zero.launch.launch_messages import LaunchError, listed
 from zero.launch.process.group import ProcessGroup
 from zero.launch.process.output import OutputPump, prefixed
 from zero.launch.process.process import Command, Process

@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from zero.core.released import UNCLIPPED
-from zero.launch.args.check import CheckRequest
+from zero.launch.args.scripts import CheckRequest
 from zero.tools.check.checked_run import environment
 from zero.tools.check.compare import Failed, compare_runs
 from zero.tools.check.recording import RunRecord, load

@@ -17,7 +17,7 @@ from zero.config import Config, ConfigError, load
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.override import apply
 from zero.config.read import read
-from zero.launch.messages import check_writable
+from zero.launch.launch_messages import check_writable
 from zero.log import counted
 from zero.memory.available import available_nbytes
 from zero.plan.formats import ITEMSIZE

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.config.override import apply
-from zero.launch.args.tune import TuneRequest
+from zero.launch.args.scripts import TuneRequest
 from zero.log import logger
 from zero.tools.script_runs import ScriptRuns, why_not
 from zero.tools.tune.trial import OUT_OF_MEMORY, WARMUP, Trial

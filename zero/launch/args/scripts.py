@@ -1,4 +1,4 @@
-"""The command line of `zero check`."""
+"""The command lines of `zero check` and `zero tune`, which run a script more than once."""
 
 import argparse
 from dataclasses import dataclass, field
@@ -6,8 +6,9 @@ from typing import Any
 
 from zero.launch.args.hosts import above_zero, at_least, filled, ranks_of_host
 from zero.launch.args.run import ConfigFlags, add_config, check_script
+from zero.launch.launch_messages import LaunchError, check_writable
 
-_ABOUT = """Run a training script a few steps under each ZeRO stage and in plain torch, and compare what comes out.
+_CHECK = """Run a training script a few steps under each ZeRO stage and in plain torch, and compare what comes out.
 
 The script runs once for each line of the table, and some times more in plain torch: alone, with weights that are moved
 by their last bit, which shows what rounding does, and beside each run of a stage that differs from those before. There
@@ -17,8 +18,14 @@ Each run is a process of its own, forked from one of its rank that has imported 
 Its output is shown only when it fails. It must seed its random numbers, and must not depend on the time or on earlier
 runs. The micro-batch stays what the config says, and the global batch follows the accumulation. The exit status is 0
 when all is well, and 1 when a run differs or fails."""
+_TUNE = """Find the fastest configuration of a training script: foretell all, try the best few for some steps each.
 
+The script runs as it is, with other values in its configuration, until it has taken the steps; then it is ended. The
+first run, with its own configuration, shows what the model costs. The global batch stays, and so do the optimizer and
+the precision. A run that takes too much memory, or fails, is a line of the table. The exit status is 0 when a
+configuration was written."""
 
+SPACE = ("stage", "placement", "mesh", "recomputation", "micro_batch")
 OPTIONS = ("--steps", "--stages", "--accumulation", "--num_gpus", "--nproc", "--ranks", "--timeout", "--offload")
 
 
@@ -59,10 +66,28 @@ class CheckRequest(ScriptRequest):
         return tuple(arg for arg in self.script_args if arg.split("=")[0] in OPTIONS)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TuneRequest(ScriptRequest):
+    """What `zero tune` was asked to do; `memory` in GB (1e9 bytes), `limit` in seconds."""
+
+    space: tuple[str, ...] = SPACE
+    runs: int = 5
+    limit: float = 600.0
+    memory: float | None = None
+    json: str = "zero.tuned.json"
+
+    def check(self) -> None:
+        """Raise `LaunchError` for what can be known to be wrong before anything starts."""
+        super().check()
+        if strange := [axis for axis in self.space if axis not in SPACE]:
+            raise LaunchError(f"--space: got {strange[0]!r}, wanted some of {', '.join(SPACE)}, with commas")
+        check_writable(self.json, "--json")
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the arguments of `zero check`."""
     parser.usage = "zero check [options] script [arguments of the script]"
-    parser.description = _ABOUT
+    parser.description = _CHECK
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--stages", type=_numbers, default=(0, 1, 2, 3), metavar="0,3", help="default: all four")
     about = "micro-batches per step (default: 1,2)"
@@ -72,6 +97,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "also with optimizer state and parameters in host memory, stages 1 to 3"
     parser.add_argument("--offload", action="store_true", help=about)
     add_script(parser, steps=3)
+
+
+def add_tune(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the arguments of `zero tune`."""
+    parser.usage = "zero tune [options] script [arguments of the script]"
+    parser.description = _TUNE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    about = f"what may differ from the script's configuration (default: {','.join(SPACE)})"
+    parser.add_argument("--space", type=lambda text: tuple(text.split(",")), default=SPACE, metavar="A,B", help=about)
+    about = "configurations to try beside the script's own (default: %(default)s)"
+    parser.add_argument("--runs", type=at_least(1), default=5, metavar="N", help=about)
+    about = "seconds for all runs together (default: %(default)g)"
+    parser.add_argument("--limit", type=above_zero, default=600.0, metavar="S", help=about)
+    about = "what a rank may take: of the GPU, or of main memory (default: what there is for each)"
+    parser.add_argument("--memory", type=above_zero, metavar="GB", help=about)
+    about = "where the best configuration is written (default: %(default)s)"
+    parser.add_argument("--json", default="zero.tuned.json", metavar="FILE", help=about)
+    add_script(parser, steps=5)
 
 
 def add_script(parser: argparse.ArgumentParser, steps: int) -> None:
@@ -93,9 +136,14 @@ def of_script(parsed: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def request(parsed: argparse.Namespace) -> CheckRequest:
+def check_request(parsed: argparse.Namespace) -> CheckRequest:
     """The request that the parsed arguments make."""
     return filled(CheckRequest, parsed, accumulations=parsed.accumulation, **of_script(parsed))
+
+
+def tune_request(parsed: argparse.Namespace) -> TuneRequest:
+    """The request that the parsed arguments make."""
+    return filled(TuneRequest, parsed, **of_script(parsed))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

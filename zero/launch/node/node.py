@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from zero.launch.args.run import Request
+from zero.launch.args.run import RunRequest
 from zero.launch.contract import LOST
-from zero.launch.messages import LaunchError, say
-from zero.launch.node.client import Attempt, RendezvousClient, client
+from zero.launch.launch_messages import LaunchError, say
+from zero.launch.node.attempt_end import signal_name
 from zero.launch.node.launcher_pipe import SECRET, LauncherPipe, take_stdin
-from zero.launch.node.outcome import signal_name
-from zero.launch.node.plan import THREADS, Plan, command, gpu_count, lines, plan
-from zero.launch.node.rank import Rank, environment
-from zero.launch.process.descendants import Descendants
-from zero.launch.process.group import ProcessGroup, caught
+from zero.launch.node.node_plan import THREADS, NodePlan, command, gpu_count, lines, plan
+from zero.launch.node.rank import RankProcess, environment
+from zero.launch.node.rendezvous_client import Attempt, RendezvousClient, client
+from zero.launch.process.group import Descendants, ProcessGroup, caught
 from zero.launch.process.output import OutputPump, prefixed
 from zero.launch.process.process import Command, Process
 
@@ -31,7 +30,7 @@ _LAST_LINES = 2.0  # seconds for what reads our output to take the end of it, wh
 _PATIENCE_CUT_OFF, _GRACE_CUT_OFF, _LAST_LINES_CUT_OFF = 0.5, 1.5, 0.5
 
 
-def run(request: Request) -> int:
+def run(request: RunRequest) -> int:
     """Do what `zero run` was asked to on this host; the exit status is that of the first rank that failed."""
     # Where the hosts are known, GPUs are only compared with their slots: a dry run need not wait for that.
     node_plan = plan(request, 0 if request.dry_run and request.hosts.world else gpu_count())
@@ -55,7 +54,7 @@ class Node:
         stopped_by: the signal that ended it; None so far.
     """
 
-    def __init__(self, request: Request, plan: Plan, rendezvous: RendezvousClient) -> None:
+    def __init__(self, request: RunRequest, plan: NodePlan, rendezvous: RendezvousClient) -> None:
         self.rendezvous = rendezvous
         self.outputs = OutputPump() if request.log_dir or rendezvous.host else None
         self.signals: list[int] = []
@@ -111,7 +110,7 @@ class Node:
         elif self.rendezvous.host is not None:
             os.close(take_stdin())
 
-    def _warn_of_none(self, attempt: Attempt, ranks: Sequence[Rank]) -> None:
+    def _warn_of_none(self, attempt: Attempt, ranks: Sequence[RankProcess]) -> None:
         """Say, on the first host, that ranks which have ended well did not train together by zero."""
         count = attempt.world.size
         if attempt.node == 0 and count > 1 and not (self._request.no_python or any(rank.initialized for rank in ranks)):
@@ -137,7 +136,7 @@ class Node:
         except OSError as error:
             raise LaunchError(f"--log_dir: cannot make a folder in {folder}: {error.strerror}") from error
 
-    def _ranks(self, attempt: Attempt, shared: dict[str, str], folder: Path) -> list[Rank]:
+    def _ranks(self, attempt: Attempt, shared: dict[str, str], folder: Path) -> list[RankProcess]:
         words = command(self._request, self._plan, ends=self.rendezvous.host is not None)
         run_id, most = self.rendezvous.run_id, self.rendezvous.max_restarts
         ranks = []
@@ -145,7 +144,7 @@ class Node:
             own = folder / str(local)
             variables = {**shared, **environment(attempt, local, run_id, most, own)}
             captured = self.outputs is not None
-            ranks.append(Rank(rank, Command(words, None, variables), own, captured, bool(self._request.log_dir)))
+            ranks.append(RankProcess(rank, Command(words, None, variables), own, captured, bool(self._request.log_dir)))
         return ranks
 
     def stop(self, number: int) -> None:
@@ -209,7 +208,7 @@ class Node:
 class RankGroup(ProcessGroup):
     """The ranks of this host in one attempt, which ends as the rendezvous decides for all hosts."""
 
-    def __init__(self, ranks: Sequence[Rank], node: Node) -> None:
+    def __init__(self, ranks: Sequence[RankProcess], node: Node) -> None:
         super().__init__(ranks, node.outputs, node.signals, node.descendants)
         self._node = node
         self._rendezvous = node.rendezvous

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero.launch import as_deepspeed
-from zero.launch.args.run import LaunchError, Request
+from zero.launch.args.run import LaunchError, RunRequest
 from zero.launch.contract import CONFIG, SETS
-from zero.launch.hosts import cores, selection
 from zero.launch.hosts import environment as variables
+from zero.launch.hosts import selection
 from zero.launch.hosts.addresses import free_port, is_this_machine, port_problem
-from zero.launch.hosts.world import Host, World, decode, numbered, on_node, visible
+from zero.launch.hosts.devices import numbered, on_node, parse_cores, shared_cores, visible
+from zero.launch.hosts.host_world import Host, HostWorld, decode
 from zero.launch.job import node_of, note_of_files
-from zero.launch.messages import listed
+from zero.launch.launch_messages import listed
 from zero.launch.node import bind
 from zero.log import VARIABLE, counted
 
@@ -27,10 +28,10 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
-class Plan:
+class NodePlan:
     """The processes of one machine, which is the host number `node` of `world`."""
 
-    world: World
+    world: HostWorld
     node: int
     master_addr: str
     master_port: int
@@ -51,7 +52,7 @@ class Plan:
 class _ThisHost(NamedTuple):
     """Which of the hosts this machine is, and the devices that its ranks are to see; None: as the launcher does."""
 
-    world: World
+    world: HostWorld
     node: int
     devices: tuple[str, ...] | None
     notes: tuple[str, ...] = ()
@@ -71,7 +72,7 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def plan(request: Request, gpus: int) -> Plan:
+def plan(request: RunRequest, gpus: int) -> NodePlan:
     """Decide on the processes for a machine on which `gpus` GPUs are visible."""
     here = _of_world(request, gpus) if request.hosts.world is not None else _alone(request, gpus)
     notes = list(here.notes)
@@ -100,10 +101,10 @@ def plan(request: Request, gpus: int) -> Plan:
     if request.quiet:
         notes.clear()
         shared[VARIABLE] = "warning"
-    return Plan(here.world, here.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes), bound)
+    return NodePlan(here.world, here.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes), bound)
 
 
-def command(request: Request, plan: Plan, ends: bool) -> list[str]:
+def command(request: RunRequest, plan: NodePlan, ends: bool) -> list[str]:
     """The command line of every rank of this machine; `ends`: the rank is to end when its launcher is killed."""
     if not (ends or plan.bound):
         return request.command()
@@ -111,7 +112,7 @@ def command(request: Request, plan: Plan, ends: bool) -> list[str]:
     return [sys.executable, "-I", "-S", bind.__file__, str(os.getpid()) if ends else "", bound, *request.command()]
 
 
-def lines(request: Request, plan: Plan) -> list[str]:
+def lines(request: RunRequest, plan: NodePlan) -> list[str]:
     """The command lines of all ranks of this machine, as a shell would take them."""
     words = shlex.join(command(request, plan, ends=False))
     return [
@@ -120,7 +121,7 @@ def lines(request: Request, plan: Plan) -> list[str]:
     ]
 
 
-def _of_world(request: Request, gpus: int) -> _ThisHost:
+def _of_world(request: RunRequest, gpus: int) -> _ThisHost:
     """For a node that is told who the hosts are."""
     world = decode(request.hosts.world or "")
     node = node_of(request, world, os.environ) if len(world.hosts) > 1 else 0
@@ -136,7 +137,7 @@ def _of_world(request: Request, gpus: int) -> _ThisHost:
     return _ThisHost(world, node, devices, tuple(notes))
 
 
-def _alone(request: Request, gpus: int) -> _ThisHost:
+def _alone(request: RunRequest, gpus: int) -> _ThisHost:
     """For a machine that is the only one."""
     nodes = [("--num_nodes", request.num_nodes), ("--min_nodes", request.min_nodes)]
     for flag, value in nodes:
@@ -145,7 +146,7 @@ def _alone(request: Request, gpus: int) -> _ThisHost:
     choice = request.hosts.choice(None, request.num_gpus)
     if not (choice.include or choice.exclude):
         ranks, notes = _ranks(request, gpus)
-        return _ThisHost(World((Host("localhost", numbered(ranks)),)), 0, None, tuple(notes))
+        return _ThisHost(HostWorld((Host("localhost", numbered(ranks)),)), 0, None, tuple(notes))
     if not gpus:
         raise LaunchError("--include and --exclude choose from a hostfile's slots or from GPUs, and no GPU is visible")
     seen = visible(os.environ)
@@ -153,10 +154,10 @@ def _alone(request: Request, gpus: int) -> _ThisHost:
     names = [part.partition(":")[0].strip() for part in (choice.include or choice.exclude).split("@")]
     name = next((name for name in names if is_this_machine(name)), "localhost")
     chosen = selection.select([Host(name, pool)], choice)
-    return _ThisHost(World(chosen), 0, chosen[0].devices)
+    return _ThisHost(HostWorld(chosen), 0, chosen[0].devices)
 
 
-def _ranks(request: Request, gpus: int) -> tuple[int, list[str]]:
+def _ranks(request: RunRequest, gpus: int) -> tuple[int, list[str]]:
     if request.num_gpus is None:
         if gpus:
             return gpus, []
@@ -173,20 +174,20 @@ def _gpus(count: int) -> str:
     return f"{count} GPU{'s' if count > 1 else ''}"
 
 
-def _bound(request: Request, ranks: int) -> tuple[tuple[int, ...], ...]:
+def _bound(request: RunRequest, ranks: int) -> tuple[tuple[int, ...], ...]:
     """The cores of each of `ranks` local ranks; empty where they are to be bound to none."""
     if not request.bind_cores:
         return ()
     if not hasattr(os, "sched_setaffinity"):
         raise LaunchError("--bind_cores_to_rank: this system has no way to bind a process to cores; leave it out")
     allowed = sorted(os.sched_getaffinity(0))
-    chosen = allowed if request.bind_core_list is None else cores.parse(request.bind_core_list)
+    chosen = allowed if request.bind_core_list is None else parse_cores(request.bind_core_list)
     if outside := [str(core) for core in chosen if core not in allowed]:
         raise LaunchError(
             f"--bind_core_list: core {listed(outside)} is not one that this machine gives to the launcher, which may "
             f"run on {listed([str(core) for core in allowed])}"
         )
-    return tuple(cores.shared(chosen, ranks))
+    return tuple(shared_cores(chosen, ranks))
 
 
 def _cores() -> int:

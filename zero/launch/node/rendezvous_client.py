@@ -13,17 +13,16 @@ from dataclasses import asdict
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from zero.launch.args.run import Request
-from zero.launch.contract import LOST
+from zero.launch.args.run import RunRequest
+from zero.launch.contract import LOST, SECRET_VARIABLE
 from zero.launch.hosts.addresses import INTERFACE, interface, loopback
-from zero.launch.hosts.world import World
-from zero.launch.messages import say
+from zero.launch.hosts.host_world import HostWorld
+from zero.launch.launch_messages import say
+from zero.launch.node.attempt_end import AttemptEnd, Failure
 from zero.launch.node.connection import CUT, Connection
 from zero.launch.node.launcher_pipe import secret_of_job
-from zero.launch.node.outcome import Failure, Outcome
-from zero.launch.node.plan import Plan
-from zero.launch.node.rendezvous import REMIND, TICK, RendezvousServer, Terms
-from zero.launch.secret import VARIABLE
+from zero.launch.node.node_plan import NodePlan
+from zero.launch.node.rendezvous_server import REMIND, TICK, RendezvousServer, Terms
 
 _TRY = 2.0  # seconds for one attempt to connect
 
@@ -32,7 +31,7 @@ class Attempt(NamedTuple):
     """What the ranks of one host need to know to start."""
 
     number: int
-    world: World  # of the hosts that take part
+    world: HostWorld  # of the hosts that take part
     node: int  # this host's number in it
     master_addr: str
     master_port: int
@@ -63,14 +62,14 @@ class RendezvousClient:
         self.node = node
         self.started: Attempt | None = None
         self.over = False
-        self.end: Outcome | None = None
+        self.end: AttemptEnd | None = None
         self.run_id = ""
         self._terms = terms
         self._where = where
         self._server = server
         self._port = port
         self._attempt = -1
-        self._outcome: Outcome | None = None  # of the attempt
+        self._outcome: AttemptEnd | None = None  # of the attempt
         self._connection: Connection | None = None
         self._address: str | None = None  # of this machine, on the way to the first host
         self._closing = threading.Event()
@@ -88,7 +87,7 @@ class RendezvousClient:
         return self._terms.restarts + self._terms.losses
 
     @property
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> AttemptEnd | None:
         """What ended the attempt; None while it goes on."""
         return self._outcome or self.end
 
@@ -101,7 +100,7 @@ class RendezvousClient:
 
     def environment(self) -> dict[str, str]:
         """Variables for the ranks, once all hosts have come."""
-        variables = {VARIABLE: self._terms.secret}
+        variables = {SECRET_VARIABLE: self._terms.secret}
         if INTERFACE in os.environ:
             return variables
         # gloo would take the address that this machine's own name stands for, which can be one that others do not
@@ -141,7 +140,7 @@ class RendezvousClient:
     def leave(self, text: str, status: int) -> None:
         """Say that this host cannot go on; the others do without it where that may be."""
         self._send(kind="lost", node=self.node, text=text, status=status)
-        self._finish(Outcome(text, status))
+        self._finish(AttemptEnd(text, status))
 
     def relay(self, message: dict[str, Any]) -> None:
         """On the first host: take a message of the launcher that has started the hosts."""
@@ -164,7 +163,7 @@ class RendezvousClient:
         elif self._connection is not None:
             self._connection.send(**message)
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _finish(self, outcome: AttemptEnd) -> None:
         self.end = self.end or outcome
         self._closing.set()
 
@@ -185,7 +184,7 @@ class RendezvousClient:
         connection.close()
         if not self._closing.is_set():
             why = f"lost the connection to {self._first_host()}"
-            self._finish(Outcome(why, LOST, self.node))
+            self._finish(AttemptEnd(why, LOST, self.node))
 
     def _connect(self) -> Connection | None:
         """A connection to the first host, once there is one; None where there is none in time."""
@@ -203,13 +202,14 @@ class RendezvousClient:
                         return connection
                     connection.close()
                     if not stranger and not self._closing.is_set():
-                        stranger = f"; who answers there does not show that it has this job's secret ({VARIABLE})"
+                        secret = f"this job's secret ({SECRET_VARIABLE})"
+                        stranger = f"; who answers there does not show that it has {secret}"
                         say(f"waiting for {self._first_host()}{stranger}")
                 peer.close()
             now = time.monotonic()
             if now - began > self._terms.patience + 1:  # so that it is the server that says who has not come
                 why = f"{self._first_host()}, did not answer within {self._terms.patience:.0f} s{stranger}"
-                self._finish(Outcome(why, 1, self.node))
+                self._finish(AttemptEnd(why, 1, self.node))
                 return None
             if now >= remind:
                 remind = now + REMIND
@@ -226,7 +226,7 @@ class RendezvousClient:
         elif kind == "start" and self.node in message["nodes"]:
             nodes = message["nodes"]
             # The hosts that are lost have no ranks any more; the ranks of the others move up.
-            world = World(tuple(self._terms.world.hosts[node] for node in nodes))
+            world = HostWorld(tuple(self._terms.world.hosts[node] for node in nodes))
             address = self._where[0]
             # By number on the first host, where the store is to listen for those alone who come by that way.
             if self._server is not None and len(self._server.addresses) == 1:
@@ -237,14 +237,14 @@ class RendezvousClient:
             self.over = True
             self._closing.set()
         elif kind == "refused":
-            self._finish(Outcome(f"the first host refuses this one: {message['text']}", 2, self.node))
+            self._finish(AttemptEnd(f"the first host refuses this one: {message['text']}", 2, self.node))
         elif kind == "outcome":
-            self._outcome = Outcome(**message["outcome"])
+            self._outcome = AttemptEnd(**message["outcome"])
             if not self._outcome.restart:
                 self._finish(self._outcome)
 
 
-def client(request: Request, plan: Plan) -> RendezvousClient:
+def client(request: RunRequest, plan: NodePlan) -> RendezvousClient:
     """The client of this host; on the first one, or the only one, with the server."""
     alone = len(plan.world.hosts) == 1
     job_secret = secret_of_job(request.hosts.stdin, os.environ)
@@ -253,7 +253,7 @@ def client(request: Request, plan: Plan) -> RendezvousClient:
     elif plan.node == 0 and not job_secret:
         say(
             f"the hosts have no secret in common: who reaches port {plan.master_port} of this one can end the job; "
-            f"--launcher ssh gives them one, or set {VARIABLE} on all of them"
+            f"--launcher ssh gives them one, or set {SECRET_VARIABLE} on all of them"
         )
     terms = Terms(plan.world, request.max_restarts, request.min_nodes, job_secret)
     where = (plan.master_addr, plan.master_port)

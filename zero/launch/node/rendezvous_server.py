@@ -27,11 +27,10 @@ from typing import Any
 
 from zero.launch.contract import HEARTBEAT, LOST, SILENCE
 from zero.launch.hosts.addresses import free_port, own_address
-from zero.launch.hosts.world import World
-from zero.launch.messages import LaunchError, listed, say
-from zero.launch.node import outcome
+from zero.launch.hosts.host_world import HostWorld
+from zero.launch.launch_messages import LaunchError, listed, say
+from zero.launch.node.attempt_end import AttemptEnd, Failure, end_of
 from zero.launch.node.connection import CUT, Connection
-from zero.launch.node.outcome import Failure, Outcome
 
 TICK = 0.1
 SETTLE = 1.0  # seconds between the first failure and the outcome; its cause may come later
@@ -45,7 +44,7 @@ _UNKNOWN = 256  # connections of whom nothing is known yet; the oldest goes
 class Terms:
     """What all hosts of a job must be started with alike."""
 
-    world: World
+    world: HostWorld
     restarts: int = 0
     min_nodes: int | None = None  # None: no host can be lost
     secret: str = field(default="", repr=False)  # shown by each host, and never sent
@@ -135,7 +134,7 @@ class RendezvousServer:
                 missing = [] if self._final else self._missing()
                 if missing and now - began > self._terms.patience:
                     words = f"{_hosts(missing)} did not come within {self._terms.patience:.0f} s"
-                    self._end(Outcome(words, 1, 0))
+                    self._end(AttemptEnd(words, 1, 0))
                 elif missing and now >= remind:
                     remind = now + REMIND
                     say(f"waiting for {_hosts(missing)} for {now - began:.0f} s")
@@ -185,7 +184,7 @@ class RendezvousServer:
         if kind == "lost":
             self._drop(message["node"], message["text"], message["status"])
         elif kind == "end":
-            self._end(Outcome(message["text"], message["status"], node, signal=message["signal"]))
+            self._end(AttemptEnd(message["text"], message["status"], node, signal=message["signal"]))
         elif self._final or message.get("attempt") != self._attempt.number:
             return  # a heartbeat; or it has not yet heard how the job, or that attempt, ended
         elif kind == "ready":
@@ -250,9 +249,9 @@ class RendezvousServer:
             if self._restarts < self._terms.restarts:
                 self._restarts += 1
                 again = f"restart {self._restarts} of {self._terms.restarts}"
-                self._restart(outcome.of(attempt.failures, again))
+                self._restart(end_of(attempt.failures, again))
             else:
-                self._end(outcome.of(attempt.failures, None, self._terms.restarts))
+                self._end(end_of(attempt.failures, None, self._terms.restarts))
 
     def _drop(self, node: int, why: str, status: int) -> None:
         """Go on without the host `node` where that may be, or end."""
@@ -262,23 +261,23 @@ class RendezvousServer:
         self._attempt.ready.discard(node)
         text = f"host {self._terms.world.hosts[node].name} is lost: {why}"
         if node == 0 or len(self._left) < len(self._terms.world.hosts) - self._terms.losses:
-            self._end(Outcome(text, status, 0))
+            self._end(AttemptEnd(text, status, 0))
             return
         text = f"{text}; going on with {len(self._left)} of {len(self._terms.world.hosts)} hosts"
         if tell := self._members.pop(node, None):
-            tell(kind="outcome", outcome=asdict(Outcome(text, LOST)))
+            tell(kind="outcome", outcome=asdict(AttemptEnd(text, LOST)))
         if self._attempt.running:
-            self._restart(Outcome(text, status, 0, restart=True))
+            self._restart(AttemptEnd(text, status, 0, restart=True))
         else:  # between two attempts
             say(text)
             self._begin()
             self._start_attempt()
 
-    def _restart(self, ended: Outcome) -> None:
+    def _restart(self, ended: AttemptEnd) -> None:
         self._tell("outcome", outcome=asdict(ended))
         self._attempt = _Round(self._attempt.number + 1)
 
-    def _end(self, ended: Outcome) -> None:
+    def _end(self, ended: AttemptEnd) -> None:
         if not self._final:
             self._final = True
             self._tell("outcome", outcome=asdict(ended))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero.launch.messages import LaunchError
+from zero.launch.hosts.devices import numbered
+from zero.launch.launch_messages import LaunchError
 
 
 @dataclass(frozen=True)
@@ -22,13 +21,8 @@ class Host:
     devices: tuple[str, ...]
 
 
-def numbered(count: int) -> tuple[str, ...]:
-    """The devices 0 to `count` - 1."""
-    return tuple(str(number) for number in range(count))
-
-
 @dataclass(frozen=True)
-class World:
+class HostWorld:
     """The hosts of a job. Ranks go over the first host's devices, then over the second's, and so on.
 
     Hosts need not have equally many devices: a rank's place is looked up, never computed by a division.
@@ -74,41 +68,12 @@ class World:
         return base64.urlsafe_b64encode(json.dumps(hosts, separators=(",", ":")).encode()).decode()
 
 
-def decode(text: str) -> World:
-    """The world that `World.encode` wrote. Raises LaunchError."""
+def decode(text: str) -> HostWorld:
+    """The world that `HostWorld.encode` wrote. Raises LaunchError."""
     try:
         hosts = [(name, devices) for name, devices in json.loads(base64.urlsafe_b64decode(text))]
     except (TypeError, ValueError):
         raise LaunchError(f"--world: got {text!r}, which only the launcher writes; say --num_gpus N") from None
-    return World(
+    return HostWorld(
         tuple(Host(name, numbered(devices) if isinstance(devices, int) else tuple(devices)) for name, devices in hosts)
     )
-
-
-def on_node(devices: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """`devices` as a node that sees only some of its GPUs calls them: number i is the i-th that it sees.
-
-    A scheduler gives a job a part of the node and says so in CUDA_VISIBLE_DEVICES; to count from 0 past that
-    would reach for the GPUs of somebody else.
-    """
-    seen = visible(environment)
-    if seen is None:
-        return devices
-    outside = [device for device in devices if device.isdigit() and int(device) >= len(seen)]
-    if outside:
-        raise LaunchError(f"there is no device {outside[0]}: CUDA_VISIBLE_DEVICES has {len(seen)}: {','.join(seen)}")
-    return tuple(seen[int(device)] if device.isdigit() else device for device in devices)
-
-
-def visible(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The entries of CUDA_VISIBLE_DEVICES, as they are written; None where it is not set, which means all.
-
-    As in the CUDA Programming Guide, entries count up to the first that is invalid: an empty one or a number below 0.
-    """
-    if "CUDA_VISIBLE_DEVICES" not in environment:
-        return None
-    words = [word.strip() for word in environment["CUDA_VISIBLE_DEVICES"].split(",")]
-    devices = tuple(itertools.takewhile(lambda word: word and not word.startswith("-") and word != "NoDevFiles", words))
-    if len(set(devices)) < len(devices):
-        raise LaunchError(f"CUDA_VISIBLE_DEVICES: got {','.join(devices)!r}, which names a device twice")
-    return devices

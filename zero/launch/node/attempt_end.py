@@ -22,7 +22,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptEnd:
     """What all hosts of a job are told about the end of an attempt."""
 
     text: str
@@ -42,7 +42,7 @@ def cause(failures: Sequence[Failure]) -> Failure:
     return (killed or list(failures))[0]
 
 
-def of(failures: Sequence[Failure], restart: str | None = None, restarts: int = 0) -> Outcome:
+def end_of(failures: Sequence[Failure], restart: str | None = None, restarts: int = 0) -> AttemptEnd:
     """The outcome of an attempt that ended with `failures`.
 
     `restart` says which restart of how many follows, None that none is left of `restarts`.
@@ -51,7 +51,7 @@ def of(failures: Sequence[Failure], restart: str | None = None, restarts: int = 
     after = restart or (f"no restart is left of {restarts}" if restarts else None)
     text = words(first) if after is None else f"{words(first)}; {after}"
     status = 128 - first.exitcode if first.exitcode < 0 else first.exitcode
-    return Outcome(text, status, first.node, restart is not None)
+    return AttemptEnd(text, status, first.node, restart is not None)
 
 
 def words(failure: Failure) -> str:
