@@ -1,7 +1,7 @@
-"""A parameter that is a slice of a larger one: which boxes of the full tensor are here.
+"""A parameter that is a slice of a larger one: its boxes of the full tensor.
 
-Layers that are cut along rows, columns, heads or experts have plain local parameters, each with such a record. Who must
-know of the full one: loading and saving, `safe_get_full_*`, the norm, and optimizers of whole matrices.
+Layers that are cut along rows, columns, heads or experts have plain local parameters, each with such a record. It is
+used by loading and saving, `safe_get_full_*`, the norm, and optimizers of whole matrices.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of its elements."""
         return math.prod(self.sizes)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of its elements, one after the other."""
+        """The strides of its elements."""
         return tuple(math.prod(self.sizes[dim + 1 :]) for dim in range(len(self.sizes)))
 
     def index(self, at: Sequence[int]) -> int:
-        """Which of its elements lies at these coordinates of the tensor."""
+        """The index of its element at these coordinates of the tensor."""
         places = zip(at, self.offset, self.strides, strict=True)
         return sum((place - first) * stride for place, first, stride in places)
 
     def meet(self, other: Box) -> Box | None:
-        """What two boxes have in common, None for nothing."""
+        """The intersection of two boxes, or None."""
         first = tuple(map(max, self.offset, other.offset))
         stops = map(min, self._stops(), other._stops())
         sizes = tuple(stop - start for stop, start in zip(stops, first, strict=True))
         return Box(first, sizes) if min(sizes, default=1) > 0 else None
 
     def pieces(self, start: int, numel: int) -> Iterator[Box]:
-        """Boxes that one after the other are the elements [start, start + numel) of this one."""
+        """Boxes that together, in order, are the elements [start, start + numel) of this one."""
         if numel <= 0:
             return
         if len(self.sizes) < 2 or (start == 0 and numel == self.numel):
@@ -65,12 +65,12 @@ class Box(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """The box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def places(boxes: Sequence[Box], start: int, numel: int) -> Iterator[tuple[Box, int]]:
-    """The elements [start, start + numel) of boxes that follow each other: boxes, and how many elements come before."""
+    """The elements [start, start + numel) of consecutive boxes: boxes, and how many elements come before each."""
     done, begin = 0, 0
     for box in boxes:
         first, stop = max(start, begin), min(start + numel, begin + box.numel)
@@ -82,10 +82,10 @@ def places(boxes: Sequence[Box], start: int, numel: int) -> Iterator[tuple[Box, 
 
 @dataclass(frozen=True)
 class Cut:
-    """The full `shape`, and the boxes that are here, whose elements follow each other in the local tensor.
+    """The full `shape`, and the local boxes, whose elements follow each other in the local tensor.
 
-    Along rows or columns that is one box; three for query, key and value that one matrix stacks. Raises ValueError for
-    boxes that do not lie in the shape, or that overlap.
+    A cut along rows or columns is one box; one of stacked query, key and value is three. Raises ValueError for
+    boxes outside of the shape, or that overlap.
     """
 
     shape: tuple[int, ...]
@@ -97,16 +97,16 @@ class Cut:
 
     @property
     def numel(self) -> int:
-        """Elements that are here."""
+        """The number of local elements."""
         return sum(box.numel for box in self.boxes)
 
     @property
     def full_numel(self) -> int:
-        """Elements of the full tensor."""
+        """The number of elements of the full tensor."""
         return math.prod(self.shape)
 
     def in_blocks(self, block: int) -> Cut | None:
-        """The same of a tensor with one element for `block` neighbours; None where boxes cut through these.
+        """The same cut of a tensor with one element per `block` neighbours; None if boxes cut through blocks.
 
         Its shape depends on that of the full tensor only: the last dims that together divide by `block` are one.
         """
@@ -123,7 +123,7 @@ class Cut:
 
 
 def untidy(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """What is wrong with boxes as parts of a tensor of this shape; None for nothing."""
+    """The error of boxes as parts of a tensor of this shape, or None."""
     for box in boxes:
         if len(box.offset) != len(shape) or box.meet(whole(shape)) != box:
             return f"box {box.offset} + {box.sizes} does not lie in {tuple(shape)}"

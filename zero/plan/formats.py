@@ -1,6 +1,6 @@
-"""How the optimizer keeps its state: what a master is made of, the format of the moments, and for which elements.
+"""How the optimizer stores its state: the form of masters, the format of moments, and for which elements.
 
-A master is fp32 ("fp32"), or the 16 bits by which it differs from the bf16 parameter ("remainder"). Moments are
+A master is fp32 ("fp32"), or the 16 bits that the bf16 parameter lacks ("remainder"). Moments are
 "fp32", "bf16" or "8bit"; in the last two, small tensors, norms and biases keep fp32 moments.
 """
 
@@ -14,15 +14,15 @@ from zero.plan.units import UnitPlan
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int16": 2, "int8": 1, "uint8": 1}
 BLOCK = 256  # elements that share one scale in 8bit, and one word of the random bits of stochastic rounding
 COMPACT_NUMEL = 4096  # parameters from this many elements on may have moments in fewer bits than fp32
-WIRE_BLOCK = 64  # elements that share a scale where what travels has 8 bits
-WIRE_RECORD = WIRE_BLOCK + 2  # bytes of them and of it
+WIRE_BLOCK = 64  # elements that share a scale in messages of 8 bits
+WIRE_RECORD = WIRE_BLOCK + 2  # bytes of a block with its scale
 
 
 class Formats(NamedTuple):
     """The state of one optimizer: the form of its masters, the format of its moments, and how many moments there are.
 
-    `states` counts moments per element: 2 for Adam, 1 for Lion, 0 for SGD without momentum; `by_group` those of each
-    parameter group, where they differ.
+    `states` counts moments per element: 2 for Adam, 1 for Lion, 0 for SGD without momentum; `by_group` counts them per
+    parameter group, if they differ.
     """
 
     master: str = "fp32"
@@ -31,16 +31,16 @@ class Formats(NamedTuple):
     by_group: tuple[int, ...] = ()
 
     def of_unit(self, unit: UnitPlan) -> Formats:
-        """The same with the number of states that the unit's group has."""
+        """The same with the number of states of the unit's group."""
         return self._replace(states=self.by_group[unit.group]) if self.by_group else self
 
     @property
     def alignment(self) -> int:
-        """What starts in a flat buffer are multiples of, in elements: no block may have two parameters or ranks."""
+        """The alignment of starts in a flat buffer, in elements: no block may contain two parameters or ranks."""
         return ALIGNMENT if self.moments == "fp32" else BLOCK
 
     def master_dtype(self, dtype: str) -> str | None:
-        """What masters beside parameters of `dtype` are kept in; None in fp32, where the parameter is the master."""
+        """The dtype of masters beside parameters of `dtype`; None for fp32, where the parameter is the master."""
         if ITEMSIZE[dtype] >= 4:
             return None
         return "int16" if self.remainder(dtype) else "fp32"
@@ -51,11 +51,11 @@ class Formats(NamedTuple):
         return 0 if kept is None else ITEMSIZE[kept] * numel
 
     def remainder(self, dtype: str) -> bool:
-        """Whether masters of parameters of `dtype` are kept as remainders, which only bf16 ones can be."""
+        """Whether masters of parameters of `dtype` are stored as remainders, which is possible only for bf16."""
         return self.master == "remainder" and dtype == "bf16"
 
     def moment_arrays(self, numel: int, format: str) -> tuple[tuple[str, int], ...]:
-        """What one moment of `numel` elements is made of, dtype and elements of each: values, and in 8 bit scales."""
+        """The arrays of one moment of `numel` elements, as dtype and elements: values, and in 8 bit also scales."""
         if format == "8bit":
             return ("uint8", numel), ("fp32", -(-numel // BLOCK))
         return ((format, numel),)
@@ -67,27 +67,27 @@ class Formats(NamedTuple):
 
 
 def wire_alignment(alignment: int, section: Any) -> int:
-    """`alignment`, or more where a section `zero_optimization` has something travel in 8 bits."""
+    """`alignment`, or more if the section `zero_optimization` has messages in 8 bits."""
     coded = section.zero_quantized_weights or section.zero_quantized_gradients
     return max(alignment, WIRE_BLOCK) if coded else alignment
 
 
 def wire_nbytes(numel: int) -> int:
-    """Bytes of `numel` elements, a multiple of WIRE_BLOCK, that travel in 8 bits."""
+    """Bytes of a message in 8 bits of `numel` elements, a multiple of WIRE_BLOCK."""
     return numel // WIRE_BLOCK * WIRE_RECORD
 
 
 def resting_dtype(compute: str, accumulate: str, rounded: bool) -> str:
-    """The dtype of reduced gradients in host memory: that in which they add up, or the 16 bits that lose nothing.
+    """The dtype of reduced gradients in host memory: that of their accumulation, or 16 bits if these lose nothing.
 
-    Those are enough for what is `rounded` to them already: where one backward makes a step and nobody here adds up
+    They lose nothing if gradients are already `rounded` to them: if a step is one backward and we do not add up
     ranks.
     """
     return compute if rounded and compute != "fp32" else accumulate
 
 
 class Run(NamedTuple):
-    """Neighbours in a shard, `numel` elements from `start` of it, whose moments have one format."""
+    """Consecutive elements of a shard, `numel` from its element `start`, whose moments have one format."""
 
     start: int
     numel: int
@@ -95,14 +95,14 @@ class Run(NamedTuple):
 
 
 def is_compact(numel: int, ndim: int) -> bool:
-    """Whether a parameter's moments may be kept in fewer bits than fp32; it is asked of the whole parameter."""
+    """Whether a parameter's moments may have fewer bits than fp32; takes the size of the whole parameter."""
     return ndim >= 2 and numel >= COMPACT_NUMEL
 
 
 def runs(unit: UnitPlan, window: Span, moments: str) -> tuple[Run, ...]:
     """Cut `window`, a shard of the unit, into runs of one format each, in order and without gaps.
 
-    The padding behind a parameter goes with it. Unless `moments` is "fp32", the unit must have been laid out
+    The padding after a parameter belongs to its run. Unless `moments` is "fp32", the unit's layout must have been made
     with `Formats.alignment`; then every run begins and ends on a multiple of BLOCK, of the unit and of the shard.
     """
     if moments == "fp32":
@@ -112,7 +112,7 @@ def runs(unit: UnitPlan, window: Span, moments: str) -> tuple[Run, ...]:
     for spec, start, stop in zip(unit.params, starts, [*starts[1:], unit.layout.numel], strict=True):
         part = Span(start, stop - start).intersect(window)
         whole = spec.numel if spec.cut is None else spec.cut.full_numel
-        # A block of another cutting would be of other elements, with another scale.
+        # Blocks from another cut would have other elements, and other scales.
         fits = moments != "8bit" or spec.cut is None or spec.cut.in_blocks(BLOCK) is not None
         format = moments if fits and is_compact(whole, spec.ndim) else "fp32"
         if not part.numel:

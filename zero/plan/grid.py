@@ -1,4 +1,4 @@
-"""Which ranks work together: the world as a grid of axes, and the groups of ranks along them."""
+"""The world as a grid of axes, and the groups of ranks along them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DATA = ("dp_replicate", "dp_shard")
 
 
 class UnitAxes(NamedTuple):
-    """The axes along which ranks lie that have to do with a unit.
+    """The axes of the ranks that share a unit.
 
     It is cut along `shard` and repeated along `replica`, and its gradient is summed along both. Along `same` ranks have
-    equal values and equal gradients, which are not summed; along `parts` lie the other parts of parameters that are cut
+    equal values and equal gradients, which are not summed; along `parts` are the other parts of parameters that are cut
     by a `Cut`.
     """
 
@@ -28,7 +28,7 @@ class UnitAxes(NamedTuple):
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Those that are not summed along."""
+        """The axes along which gradients are not summed."""
         return (*self.same, *self.parts)
 
 
@@ -37,14 +37,14 @@ PARTS = DENSE._replace(parts=("tp",))
 
 
 class GridError(ValueError):
-    """Sizes that make no grid of the ranks there are."""
+    """Sizes that do not make a grid of the existing ranks."""
 
 
 @dataclass(frozen=True)
 class Grid:
     """`world` ranks numbered along the axes of `AXES`, the last one fastest.
 
-    sizes: by axis; those left out are 1, but for dp_shard, which then takes the ranks that the others leave.
+    sizes: by axis; missing ones are 1, except dp_shard, which then takes the remaining ranks.
     Raises GridError for sizes that do not make up `world` ranks.
     """
 
@@ -72,7 +72,7 @@ class Grid:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def lists(self, *axes: str) -> list[tuple[int, ...]]:
-        """The groups along these axes together, each in ascending order, by their first rank; they part the world."""
+        """The groups along these axes together, each ascending, ordered by their first rank; they partition the world."""
         strides = self._strides()
         fixed = [range(0, self.sizes[axis] * strides[axis], strides[axis]) for axis in AXES if axis not in axes]
         along = [range(0, self.sizes[axis] * strides[axis], strides[axis]) for axis in AXES if axis in axes]
@@ -80,7 +80,7 @@ class Grid:
         return [tuple(sum(start) + member for member in members) for start in itertools.product(*fixed)]
 
     def ranks(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
-        """The group along one axis, or several, that `rank` belongs to."""
+        """The group of `rank` along one axis, or several."""
         if not 0 <= rank < self.world:
             raise GridError(f"rank: got {rank}, wanted one of 0 to {self.world - 1}")
         strides, along = self._strides(), (axes,) if isinstance(axes, str) else tuple(axes)
@@ -89,7 +89,7 @@ class Grid:
         return tuple(start + sum(offsets) for offsets in itertools.product(*ranges))
 
     def spans(self, axes: UnitAxes) -> tuple[int, ...]:
-        """All ranks, group of a unit's holders after group, in the order of the spans that they count of it.
+        """All ranks, by groups of a unit's holders, in the order of the spans of it that they count.
 
         The span of a rank is place along shard x size of replica + place along replica.
         """
@@ -105,7 +105,7 @@ class Grid:
         return [(ranks[0], ranks[-1]) if len(ranks) > 1 else ranks for ranks in self.lists("pp")]
 
     def warnings(self, ranks_per_host: int) -> list[str]:
-        """What works but is seldom meant: odd numbers of data-parallel ranks, tensor parallelism between hosts."""
+        """Warnings of unusual grids: odd numbers of data-parallel ranks, tensor parallelism between hosts."""
         lines, data, tp = [], self.size(*DATA), self.sizes["tp"]
         if data & (data - 1):
             lines.append(f"dp is {data}, not a power of two: batches and shards seldom divide by it")
@@ -118,7 +118,7 @@ class Grid:
         return lines
 
     def _strides(self) -> dict[str, int]:
-        """How far apart neighbours along each axis are."""
+        """The distance in ranks of neighbours along each axis."""
         strides, stride = {}, 1
         for axis in reversed(AXES):
             strides[axis] = stride

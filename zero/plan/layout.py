@@ -1,8 +1,8 @@
-"""Where each parameter lies in the flat buffer of its unit, and which part of it a rank owns.
+"""The place of each parameter in the flat buffer of its unit, and the part that a rank owns.
 
-Words: a *span* is a half-open range of elements; a *fragment* is the part of one parameter that lies in
+Words: a *span* is a half-open range of elements; a *fragment* is the part of one parameter in
 one shard; *numel* counts elements. A layout depends on the world size and never on the stage, so that the
-same element sits at the same place whatever is cut.
+same element has the same place whatever is cut.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Span(NamedTuple):
         return self.start + self.numel
 
     def intersect(self, other: Span) -> Span:
-        """The common part; numel 0 when there is none."""
+        """The common part; numel 0 if there is none."""
         start = max(self.start, other.start)
         return Span(start, max(0, min(self.stop, other.stop) - start))
 
 
 class Fragment(NamedTuple):
-    """A piece of one parameter: `numel` elements from `start` of the flattened parameter, at `at` of the shard."""
+    """A part of one parameter: `numel` elements from `start` of the flattened parameter, at `at` of the shard."""
 
     name: str
     start: int
@@ -52,7 +52,7 @@ class Layout:
 
     @cached_property
     def gaps(self) -> tuple[Span, ...]:
-        """The padding, which belongs to no parameter and must read as zero in a gradient."""
+        """The padding, which belongs to no parameter and must be zero in a gradient."""
         gaps, end = [], 0
         for span in self.spans.values():
             if span.start > end:
@@ -63,14 +63,14 @@ class Layout:
         return tuple(gaps)
 
     def shard(self, rank: int, parts: int) -> Span:
-        """The span that `rank` of `parts` owns. `parts` must divide the world size that the layout was made for."""
+        """The span that `rank` of `parts` owns. `parts` must divide the layout's world size."""
         if parts < 1 or self.world_size % parts:
             raise ValueError(f"a layout for {self.world_size} ranks cannot be cut into {parts} shards")
         numel = self.numel // parts
         return Span(rank * numel, numel)
 
     def fragment(self, name: str, window: Span) -> Fragment:
-        """The piece of one parameter inside `window`; numel 0 where there is none."""
+        """The fragment of one parameter inside `window`; numel 0 if there is none."""
         span = self.spans[name]
         common = span.intersect(window)
         if not common.numel:
@@ -78,7 +78,7 @@ class Layout:
         return Fragment(name, common.start - span.start, common.start - window.start, common.numel)
 
     def fragments(self, window: Span) -> tuple[Fragment, ...]:
-        """The pieces of parameters inside `window`, in order."""
+        """The fragments of parameters inside `window`, in order."""
         pieces = (self.fragment(name, window) for name in self.spans)
         return tuple(piece for piece in pieces if piece.numel)
 
@@ -86,9 +86,9 @@ class Layout:
 def make_layout(numels: Mapping[str, int], world_size: int, alignment: int = ALIGNMENT) -> Layout:
     """Place parameters one after the other, each on an aligned start, and pad the end.
 
-    `numels` maps name -> elements, in the order in which they shall lie. The total divides by
+    `numels` maps name -> elements, in the order of the buffer. The total divides by
     `world_size` x `alignment` (elements, a multiple of ALIGNMENT), so that every shard starts aligned too, and is
-    never 0, so that no rank has nothing to send.
+    never 0, so that each rank has something to send.
     """
     spans, end = {}, 0
     for name, numel in numels.items():

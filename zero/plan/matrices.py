@@ -1,4 +1,4 @@
-"""Which elements of a unit are a matrix, and which rank orthogonalises which of them."""
+"""The matrices in a unit, and the rank that orthogonalises each of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zero.plan.layout import Span
 
 
 class Matrix(NamedTuple):
-    """A matrix [rows, cols] that lies row by row from element `start` of unit number `unit` on; `name`: for messages.
+    """A matrix [rows, cols], stored by rows from element `start` of unit number `unit` on; `name`: for messages.
 
-    It is a parameter, or one of a stack of experts, or a part of a fused projection.
+    It is a parameter, one of a stack of experts, or a part of a fused projection.
     """
 
     name: str
@@ -29,19 +29,19 @@ class Matrix(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of one Newton-Schulz step: two products of the short side's square, and one of the whole matrix."""
+        """FLOPs of one Newton-Schulz step: two products of the short side's square, and one of the whole matrix."""
         short, long = sorted((self.rows, self.cols))
         return 4 * short**2 * long + 2 * short**3
 
 
-Split = Mapping[str, int | Sequence[int]]  # by patterns of names: into how many equal parts rows are cut, or the rows
+Split = Mapping[str, int | Sequence[int]]  # by patterns of names: the number of equal parts of the rows, or the rows
 
 
 def matrices_of(name: str, shape: Sequence[int], split: Split, unit: int = 0, start: int = 0) -> list[Matrix]:
     """The matrices of one parameter that begins at element `start` of its unit.
 
     Two dimensions are a matrix, three a stack of them, four or more (filters) a matrix with a row for each output.
-    Raises ValueError for fewer dimensions, and for parts that are not all the rows.
+    Raises ValueError for fewer dimensions, and for parts that do not add up to the rows.
     """
     if len(shape) < 2:
         raise ValueError(
@@ -57,7 +57,7 @@ def matrices_of(name: str, shape: Sequence[int], split: Split, unit: int = 0, st
     for index in range(stack):
         for part, count in enumerate(cut):
             of = [f"[{index}]"] * (stack > 1) + [f" part {part}"] * (len(cut) > 1)
-            if count * cols:  # what has no elements has no norm, no direction and no rate
+            if count * cols:  # an empty matrix has no norm, no direction and no rate
                 found.append(Matrix(name + "".join(of), unit, start, count, cols))
             start += count * cols
     return found
@@ -77,7 +77,7 @@ def assign(matrices: Sequence[Matrix], ranks: int) -> list[int]:
 
 
 class Piece(NamedTuple):
-    """What one rank's shard holds of matrix number `index`: a span of the unit's flat buffer."""
+    """The part of matrix number `index` in one rank's shard: a span of the unit's flat buffer."""
 
     index: int
     rank: int

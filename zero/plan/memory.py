@@ -1,4 +1,4 @@
-"""Bytes of model state per rank: their kinds, what the ZeRO paper's formula says, and what an engine keeps."""
+"""Bytes of model state per rank: their kinds, the ZeRO paper's formula, and an engine's actual bytes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from zero.plan.units import UnitPlan
 
 ADAM = Formats()  # of the ZeRO paper: fp32 masters and two fp32 moments
 _HERE = Placement(Where.DEVICE, Where.DEVICE)
-# Bytes of a unit's gradients that may wait to be moved to its flat buffer by one launch. A larger one is moved as it
-# comes: that takes as long as a launch, and the memory of what waits is not that of the buffer.
+# Bytes of a unit's gradients that may wait to be moved to its flat buffer by one launch. A larger gradient is moved at
+# once: that takes as long as a launch, and waiting gradients take memory beside the buffer.
 TOGETHER = 1 << 20
 
 
@@ -32,12 +32,12 @@ class StateBytes(NamedTuple):
 
 
 def replica_nbytes(numel: int, dtype: str, formats: Formats = ADAM, compact: int | None = None) -> StateBytes:
-    """What one unsharded replica of `numel` parameters holds: under Adam 2+2+12 bytes each in 16 bit, 4+4+8 in fp32.
+    """The bytes of one unsharded replica of `numel` parameters: under Adam 2+2+12 each in 16 bit, 4+4+8 in fp32.
 
     In fp32 the parameter is its own master; in 16 bit the fp32 master is a third optimizer state
-    (Rajbhandari et al. 2020, section 3.1: K = 12). `formats` may make less of it: with remainders K = 10, with
-    moments in bf16 besides 6, in 8 bit 4 + 2/64. `compact`: how many of the parameters are large enough for
-    moments in such a format; default all.
+    (Rajbhandari et al. 2020, section 3.1: K = 12). `formats` may reduce it: with remainders K = 10, with
+    moments in bf16 as well 6, in 8 bit 4 + 2/64. `compact`: how many of the parameters are large enough for
+    moments in such a format; default: all.
     """
     size = ITEMSIZE[dtype]
     compact = numel if compact is None else compact
@@ -48,7 +48,7 @@ def replica_nbytes(numel: int, dtype: str, formats: Formats = ADAM, compact: int
 def formula_nbytes(
     numel: int, dtype: str, stage: int, world_size: int, formats: Formats = ADAM, compact: int | None = None
 ) -> StateBytes:
-    """ZeRO's formula 2Psi + 2Psi + K Psi (fp32: 4 + 4 + 8): each term over `world_size` where the stage cuts it."""
+    """ZeRO's formula 2Psi + 2Psi + K Psi (fp32: 4 + 4 + 8): each term divided by `world_size` if the stage cuts it."""
     whole = replica_nbytes(numel, dtype, formats, compact)
     cut = Sharding.of_stage(stage)
     return StateBytes(
@@ -76,15 +76,15 @@ def alive_nbytes(
     secondary: int = 1,
     coded: tuple[bool, bool] = (False, False),
 ) -> StateBytes:
-    """Bytes an engine keeps on one rank at a moment that is told by names of units.
+    """Bytes that an engine keeps on one rank at a moment described by names of units.
 
-    `parts` is the size of the shard axis, `rank` the place on it; shards differ where only the moments of large
+    `parts` is the size of the shard axis, `rank` the place on it; shards differ if only the moments of large
     parameters are in fewer bits. `gathered`: units whose parameters are full although they are cut between uses;
     `local_gradients`: units with a full gradient buffer of this rank; `reduced_gradients`: units whose reduced
-    shard exists; `accumulate`: the dtype in which gradients add up; `limits` say which units stay whole all the time.
-    `placements`: where the state of each unit rests; what is off the device is not counted (`host_bytes` counts it).
+    shard exists; `accumulate`: the dtype in which gradients add up; `limits` say which units always stay whole.
+    `placements`: where the state of each unit rests; state off the device is not counted (`host_bytes` counts it).
     `mirrored`: the device is not the host; `secondary`: with hpZ, the ranks that hold a second copy of the parameters;
-    `coded`: parameters, and gradients, travel in 8 bits, which the owner keeps, and each rank of its last error.
+    `coded`: whether parameters, and gradients, are sent in 8 bits, which the owner keeps, and each rank for its error.
     """
     whole = stay_whole([sum(spec.numel for spec in unit.params) for unit in units], limits or Limits())
     kept = {units[index].name for index in whole}
@@ -116,9 +116,9 @@ def alive_nbytes(
 
 
 class InFlight(NamedTuple):
-    """Bytes on their way while a unit's backward computes, its flat buffer included, and the most until its end.
+    """Gradient bytes in flight while a unit's backward computes, with its flat buffer, and the peak until its end.
 
-    The second one with the gradient that autograd hands over, and with the unit's messages.
+    The peak includes the gradient that autograd delivers, and the unit's messages.
     """
 
     during: int
@@ -136,30 +136,30 @@ def in_flight_nbytes(
     native: bool = False,
     mirrored: bool = False,
 ) -> list[InFlight]:
-    """Bytes of gradients on their way in the backward of each unit: what autograd hands over, and between ranks.
+    """Bytes of gradients in flight in the backward of each unit: from autograd, and between ranks.
 
-    Nothing for one that is not trained. Sums and buffers that are kept are not among them.
-    parts, replicas: sizes of the shard and the replica axis; `travel`: what gradients are rounded to before they are
-    sent; `collected`: they come from buffers that micro-batches have added up in, in `accumulate`; `native`: NCCL adds
-    up on the way; else the slices of all ranks arrive, where NCCL sends (`mirrored`) the own one, too.
+    Frozen units have none. Kept sums and buffers are not counted.
+    parts, replicas: sizes of the shard and the replica axis; `travel`: the dtype to which gradients are rounded to be
+    sent; `collected`: they come from buffers in which micro-batches add up, in `accumulate`; `native`: NCCL adds
+    up; else the slices of all ranks arrive, with NCCL (`mirrored`) also the own one.
     """
     size, sent = parts if parts > 1 else replicas, []
     trained = [index for index, unit in enumerate(units) if is_updated(unit)][::-1]
     for unit in (units[index] for index in trained):
         dtype = travel or (accumulate if collected else unit.dtype)
-        # A buffer that is whole on every rank and in fp32 takes the sum, and so is counted as that.
+        # A buffer that is whole on every rank and in fp32 receives the sum, and is counted as the sum.
         stays = collected or (parts == 1 and dtype == accumulate == "fp32")
         nbytes = ITEMSIZE[dtype] * unit.layout.numel
         arriving = nbytes // size if native else nbytes - (0 if mirrored else nbytes // size)
         own = 0 if stays else nbytes
         sizes = [ITEMSIZE[unit.dtype] * spec.numel for spec in unit.params]
-        # Of small ones the buffer is taken when most have come, and what the unit has computed is going.
+        # With small gradients the buffer is allocated when most have come, and the unit's activations are being freed.
         early = own if max(sizes) > TOGETHER or sum(sizes) > 2 * TOGETHER else 0
         sent.append((own + (arriving if size > 1 else 0), own, early, max(sizes), sizes[0]))
-    # A unit's messages have the time that the next one computes, or the next two where gradients stay anyway.
+    # A unit's messages may take as long as the next unit computes, or the next two if gradients stay anyway.
     width = 3 if replicas > 1 and parts == 1 else 2
     found = [InFlight(0, 0)] * len(units)
-    wide: dict[str, list[int]] = {}  # by anchor, those of several modules, by their places in `trained`
+    wide: dict[str, list[int]] = {}  # by anchor, units of several modules, by index in `trained`
     for place, index in enumerate(trained):
         if len({spec.name.rpartition(".")[0] for spec in units[index].params}) > 1:
             wide.setdefault(units[index].anchor, []).append(place)
@@ -169,6 +169,6 @@ def in_flight_nbytes(
         # A unit of several modules around or beside this one has some gradients already.
         outer = (place for path in around(units[index].anchor) for place in wide.get(path, ()))
         before += sum(sent[place][1] for place in outer if place >= end)
-        # The largest comes before the unit's messages begin; that of what runs first comes last, as they do.
+        # The largest comes before the unit's messages begin; that of the module that runs first comes last, with them.
         found[index] = InFlight(before + early, before + max(own + largest, travels + last))
     return found

@@ -1,4 +1,4 @@
-"""What comes next and what stays: the order in which units are used, learnt in one step, followed in later ones."""
+"""Which units to gather ahead and which to keep: the order of uses, learnt in one step, followed in later ones."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Limits:
-    """How far ahead parameters come and how long they stay, in elements. They change lifetimes, never numbers.
+    """How far ahead parameters are gathered and how long they stay, in elements. They change lifetimes, never numbers.
 
-    ahead:        that many may be on their way before their use, and one unit at least; 0: none;
-    live:         nothing more is fetched ahead once so many are whole or on their way;
-    reuse:        a unit that is used again within so many elements of the order is kept in between;
+    ahead:        so many may be gathered before their use, and at least one unit; 0: none;
+    live:         nothing more is gathered ahead once so many are whole or being gathered;
+    reuse:        a unit that is used again within so many elements of the order is kept until then;
     whole:        units of at most so many stay whole between uses, 0: none ...
     whole_in_all: ... as long as they have at most so many together, in order of registration;
-    read:         so many shards, in units, may be on their way from files to host memory. They take none of the
+    read:         so many shards, in units, may be read ahead from files to host memory. They take none of the
                   device's, so this reaches further than `ahead`; with `ahead` 0 none are.
     """
 
@@ -30,7 +30,7 @@ class Limits:
 
     @classmethod
     def of_section(cls, section: Any) -> Limits:
-        """Those of the section `zero_optimization` of a configuration."""
+        """The limits of a configuration's section `zero_optimization`."""
         return cls(
             section.stage3_prefetch_bucket_size,
             section.stage3_max_live_parameters,
@@ -54,8 +54,8 @@ START = Position(0, True)
 def advance(order: Sequence[int], position: Position, unit: int) -> Position:
     """The position after `unit` was used: its next occurrence at or after `position`, else from the start.
 
-    A unit that the order does not hold leaves the index where it was and reports `known=False`: the model
-    took another path, and nothing should be foretold until it is back on a known one.
+    A unit that is not in the order leaves the index unchanged and reports `known=False`: the model
+    took another path, and nothing is predicted until it is back on a known one.
     """
     for start, stop in ((position.index, len(order)), (0, position.index)):
         for index in range(start, stop):
@@ -65,7 +65,7 @@ def advance(order: Sequence[int], position: Position, unit: int) -> Position:
 
 
 def to_come(order: Sequence[int], position: Position) -> Sequence[int]:
-    """The uses that are expected from `position` on; none where the last one was not foreseen."""
+    """The uses expected from `position` on; none if the last one was not foreseen."""
     return order[position.index :] if position.known else ()
 
 
@@ -78,10 +78,10 @@ def fetched_ahead(
     kept: Collection[int] = (),
     travelling: Collection[int] = (),
 ) -> list[int]:
-    """The units to fetch now, in order of the uses that are `coming`; `sizes[unit]` in elements.
+    """The units to gather now, in order of the `coming` uses; `sizes[unit]` in elements.
 
-    used: in use now; kept: whole although not in use; travelling: fetched ahead earlier and not used yet.
-    It stops at a unit that is in use: that one is released first, and what comes behind it would wait in memory.
+    used: in use now; kept: whole although not in use; travelling: gathered ahead earlier and not used yet.
+    It stops at a unit in use: that one is released first, and later units would wait in memory.
     """
     on_their_way = sum(sizes[unit] for unit in travelling)
     live = on_their_way + sum(sizes[unit] for unit in {*used, *kept})
@@ -101,9 +101,9 @@ def fetched_ahead(
 
 
 def read_ahead(coming: Sequence[int], limits: Limits, files: Collection[int], there: Collection[int]) -> list[int]:
-    """The units whose shards are to be read from files now, in order of the uses that are `coming`.
+    """The units whose shards to read from files now, in order of the `coming` uses.
 
-    files: units whose shards rest in files; there: whole, or on their way to be, so that nothing need be read.
+    files: units whose shards rest in files; there: units that are whole or being gathered, and need no read.
     """
     read: list[int] = []
     for unit in coming if limits.ahead else ():
@@ -115,7 +115,7 @@ def read_ahead(coming: Sequence[int], limits: Limits, files: Collection[int], th
 
 
 def used_again(coming: Sequence[int], sizes: Sequence[int], limits: Limits, unit: int) -> bool:
-    """Whether `unit` is used again before more than `limits.reuse` elements of others."""
+    """Whether `unit` is used again within `limits.reuse` elements of others."""
     between = 0
     for other in coming:
         if other == unit:
@@ -127,7 +127,7 @@ def used_again(coming: Sequence[int], sizes: Sequence[int], limits: Limits, unit
 
 
 def stay_whole(sizes: Sequence[int], limits: Limits) -> list[int]:
-    """The units that stay whole between uses; `sizes` in order of registration; one that does not fit is left out."""
+    """The units that stay whole between uses; `sizes` in order of registration; one that does not fit is skipped."""
     chosen, total = [], 0
     for unit, numel in enumerate(sizes):
         if 0 < numel <= limits.whole and total + numel <= limits.whole_in_all:
@@ -137,7 +137,7 @@ def stay_whole(sizes: Sequence[int], limits: Limits) -> list[int]:
 
 
 class ForeseenUse(NamedTuple):
-    """One use in a step: which unit, whether it was gathered for it, and the bytes of all that is whole then."""
+    """One use in a step: the unit, whether it was gathered for it, and the bytes of all whole units then."""
 
     unit: int
     gathered: bool
@@ -147,8 +147,8 @@ class ForeseenUse(NamedTuple):
 def uses(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[int], limits: Limits) -> list[ForeseenUse]:
     """The uses of one micro-batch whose order is known: each unit in the forward, then each in the backward.
 
-    anchors: the path of each unit's module; modules run in this order, then back, and what a module reads is whole
-    while modules inside of it run. sizes: in elements, as elsewhere; nbytes: of whole units. Units that `stay_whole`
+    anchors: the path of each unit's module; modules run in this order, then back, and a module's units are whole
+    while modules inside it run. sizes: in elements, as elsewhere; nbytes: of whole units. Units that `stay_whole`
     are not counted, and not gathered.
     """
     persistent = set(stay_whole(sizes, limits))
@@ -173,7 +173,7 @@ def uses(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[int], li
 
 
 def in_use_order(anchors: Sequence[str], backward: bool = False) -> list[int]:
-    """Units as modules run, in this order or back, each behind those of the modules around its own."""
+    """Units in the order in which modules run, forward or backward, each after those of the modules around its own."""
     units = range(len(anchors))[:: -1 if backward else 1]
     at: dict[str, list[int]] = {}
     for unit in units:
@@ -186,7 +186,7 @@ def in_use_order(anchors: Sequence[str], backward: bool = False) -> list[int]:
 
 
 def around(path: str) -> list[str]:
-    """The modules that the one at `path` is or lies in, from the root on."""
+    """The modules around the one at `path`, and itself, from the root on."""
     parts = path.split(".")
     return [".".join(parts[:depth]) for depth in range(len(parts) + bool(path))]
 

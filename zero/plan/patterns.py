@@ -15,7 +15,7 @@ def hits(patterns: Iterable[str], kind: str, path: str) -> list[str]:
 def outermost(
     where: str, modules: Sequence[tuple[str, str]], patterns: Sequence[str], also: Collection[str] = ()
 ) -> list[str]:
-    """The paths of the modules that `patterns` name, or that are `also` meant, and lie in no other such; in order.
+    """The outermost paths of the modules that `patterns` or `also` name, in order.
 
     `modules` are (path, class), parents before children. Raises ValueError for a pattern that names none.
     """
@@ -27,7 +27,7 @@ def outermost(
             paths.append(path)
     if missing:
         classes = sorted({kind for _, kind in modules})
-        known = [*classes, *(path for path, kind in modules if path and kind != "ModuleList")]  # which is never called
+        known = [*classes, *(path for path, kind in modules if path and kind != "ModuleList")]  # a list is never called
         hints = [difflib.get_close_matches(pattern, known, 1) for pattern in sorted(missing)]
         near = "".join(f"; did you mean '{hint[0]}'?" for hint in hints if hint) or "."
         text = f"{where}: {sorted(missing)} match no module of the model{near} Its classes are {classes}."

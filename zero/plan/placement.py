@@ -23,9 +23,9 @@ class Where(enum.Enum):
 
 
 class Placement(NamedTuple):
-    """Of one unit: its optimizer state (masters and moments), and its shard of the parameters.
+    """Where one unit's optimizer state (masters and moments) and its shard of the parameters rest.
 
-    streamed: state that rests off the device is brought there for each update.
+    streamed: state that rests off the device is copied there for each update.
     """
 
     optimizer: Where
@@ -34,7 +34,7 @@ class Placement(NamedTuple):
 
     @property
     def used_on_device(self) -> bool:
-        """Whether the device computes the update, where gradients stay then."""
+        """Whether the device computes the update; gradients then stay there."""
         return self.streamed or self.optimizer is Where.DEVICE
 
 
@@ -50,14 +50,14 @@ def place(
     """Choose for each unit where its state rests; the same on all ranks.
 
     optimizer: where optimizer state goes; a unit that is not trained has none and stays on the device. `ratio`, in
-        [0, 1], is the part of the trained elements for which it goes there: as many whole units as fit in the rest
-        keep theirs on the device, the first ones first. Backward reaches those last, so that their update has the
-        least time to wait for gradients, transfers and host memory, and nothing else left to overlap with.
-    params: where shards of parameters go. Of those in files, units with together at most `max_in_cpu` elements of one
+        [0, 1], is the share of the trained elements for which it goes there: as many whole units as fit in the rest
+        keep theirs on the device, the first ones first. The backward reaches those last, so their update has the
+        least time for gradients, transfers and host memory, and no other work left to overlap with.
+    params: where shards of parameters go. Of those in files, units with at most `max_in_cpu` elements together of one
         rank's shards (1 / `parts` of the unit) rest in host memory instead, the first ones first.
     streamed: state that rests off the device is updated there all the same.
 
-    Padding counts as elements: it takes memory, too. A unit that does not fit any more is passed over, and smaller
+    Padding counts as elements: it takes memory, too. A unit that no longer fits is skipped, and smaller
     ones after it may still fit.
     """
     trained = [unit.layout.numel if is_updated(unit) else 0 for unit in units]
@@ -72,21 +72,21 @@ def place(
 
 
 def is_updated(unit: UnitPlan) -> bool:
-    """Whether the optimizer updates the unit, and so keeps state of it."""
+    """Whether the optimizer updates the unit, and so keeps state for it."""
     return unit.requires_grad and unit.group >= 0
 
 
 def keeps_copy(placement: Placement, mirrored: bool) -> bool:
-    """Whether there is a copy of a unit's shard beside its master: where the two are not used in the same memory.
+    """Whether a unit's shard has a copy beside its master, because the two are used in different memories.
 
-    It is part of the record, or on the device with a master there. `mirrored`: the device is not the host.
+    The copy is part of the record, or on the device with a master there. `mirrored`: the device is not the host.
     """
     apart = placement.used_on_device != (placement.params is Where.DEVICE)
     return placement.params is Where.FILE or (mirrored and apart)
 
 
 def _fitting(sizes: Sequence[int], room: int) -> set[int]:
-    """Indices of those that fit into `room` when each one is taken, in order, unless it is too large for the rest."""
+    """Indices of the sizes that fit into `room`, taken in order; one that is too large for the rest is skipped."""
     taken = set()
     for index, size in enumerate(sizes):
         if size <= room:

@@ -28,11 +28,11 @@ class Sharding:
 
 
 def summed_here(reduce: str, together: bool) -> int:
-    """Over NCCL: of elements of up to how many bytes we add up the ranks' rows, in fp32; NCCL adds larger ones.
+    """Over NCCL: the largest element size in bytes whose rows we add up, in fp32; NCCL adds larger ones.
 
-    reduce: `zero.reduce`; together: the ranks share a machine. There an all-to-all moves what a reduce-scatter does,
-    and "auto" takes it for 16 bits, which NCCL would round after each addition, in an order that its version, the
-    number of ranks and the size of the message choose. To other machines a ring sends once for all ranks of one, an
-    all-to-all for each.
+    reduce: `zero.reduce`; together: the ranks share a machine. There an all-to-all moves as much as a reduce-scatter,
+    and "auto" uses it for 16 bits, which NCCL would round after each addition, in an order that depends on its version,
+    the number of ranks and the size of the message. To another machine a ring sends data once for all its ranks, an
+    all-to-all once for each.
     """
     return {"auto": 2 if together else 0, "backend": 0, "ranks": 8, "tree": 8}[reduce]

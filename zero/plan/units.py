@@ -1,6 +1,6 @@
-"""Which parameters travel together: grouping a model into units.
+"""Groups the parameters of a model into units.
 
-A unit is what is gathered, reduced and released as one: a transformer block, an embedding, or a bucket of
+A unit is gathered, reduced and released as one: a transformer block, an embedding, or a bucket of
 leftovers, once per (dtype, requires_grad, optimizer group), because one flat buffer has one dtype, is
 reduced or not, and is updated with one set of hyperparameters.
 """
@@ -16,16 +16,16 @@ from zero.plan.grid import DENSE, UnitAxes
 from zero.plan.layout import ALIGNMENT, Layout, make_layout
 from zero.plan.patterns import outermost
 
-# A child of the root that is no repeated block gets a unit of its own from this many elements on; what is
-# smaller is cheaper to keep together than to send alone.
+# A child of the root that is not a repeated block gets its own unit from this many elements on; smaller
+# ones are cheaper to keep together than to send alone.
 OWN_UNIT_NUMEL = 100_000
 
 
 class ParamSpec(NamedTuple):
-    """What planning must know of one parameter, as the module has it. `group`: in the optimizer; -1 means in none.
+    """The facts about one parameter, as the module has it, for planning. `group`: in the optimizer; -1 for none.
 
     `beside`: bytes that every rank keeps with it: the scales of a weight in 4 or 8 bits. `axes`: of the ranks that
-    share it; `cut`: what of a larger parameter it is, where it is not all of it.
+    share it; `cut`: its part of a larger parameter, or None.
     """
 
     name: str
@@ -39,11 +39,11 @@ class ParamSpec(NamedTuple):
     cut: Cut | None = None
 
 
-Parts = int | Sequence[int]  # ranks that state is cut over: of all units, or of each
+Parts = int | Sequence[int]  # ranks that state is cut over: for all units, or for each
 
 
 def of_each(value: Parts, units: Sequence[UnitPlan]) -> Sequence[int]:
-    """What is said of all units, for each of them."""
+    """One value per unit, from one for all or one for each."""
     return [value] * len(units) if isinstance(value, int) else value
 
 
@@ -51,8 +51,8 @@ def of_each(value: Parts, units: Sequence[UnitPlan]) -> Sequence[int]:
 class ModuleNode:
     """One module of the model: its path ("" for the root), class, own parameters by name, and children.
 
-    `repeats` says that it is a list of children that follow each other (`nn.ModuleList`, `nn.Sequential`), `leaf`
-    that all below it is gathered at once, `apart` that all below it is gathered apart from the block it lies in.
+    `repeats`: it is a list of consecutive children (`nn.ModuleList`, `nn.Sequential`); `leaf`:
+    everything below it is gathered at once; `apart`: it is gathered separately from the block around it.
     """
 
     path: str
@@ -104,7 +104,7 @@ class UnitPlan:
         return self.params[0].group
 
     def on(self, world_size: int, alignment: int) -> UnitPlan:
-        """The same unit for so many ranks."""
+        """The same unit for `world_size` ranks."""
         layout = make_layout({spec.name: spec.numel for spec in self.params}, world_size, alignment)
         return replace(self, layout=layout)
 
@@ -119,8 +119,8 @@ def plan_units(
     """Group every parameter of `specs` into exactly one unit, in order of registration.
 
     `patterns` are class names or fnmatch patterns on module paths that name the blocks; without them the
-    children of the outermost repeating containers are the blocks. A leaf is a block of its own unless it lies in
-    one, and what lies in it is none. A module that is `apart` is a unit of its own inside of whatever
+    children of the outermost repeating containers are the blocks. A leaf is a block of its own unless it is inside
+    one, and modules inside a leaf are not blocks. A module that is `apart` is its own unit inside any
     block. A shared parameter belongs to the first module that has it. `alignment`: see `make_layout`. Raises
     ValueError for a pattern that matches nothing.
     """
@@ -144,7 +144,7 @@ def plan_units(
 
 
 def _untied(node: ModuleNode, seen: set[str]) -> ModuleNode:
-    """The same tree with every parameter at the first module only that has it."""
+    """The same tree with each parameter only at the first module that has it."""
     own = tuple(name for name in dict.fromkeys(node.params) if name not in seen)
     seen.update(own)
     return replace(node, params=own, children=tuple(_untied(child, seen) for child in node.children))
@@ -152,7 +152,7 @@ def _untied(node: ModuleNode, seen: set[str]) -> ModuleNode:
 
 def _name(anchor: ModuleNode, bucket: list[ParamSpec], several: bool) -> str:
     name = anchor.path or "<root>"
-    if several:  # say what sets this one apart from its siblings
+    if several:  # add what distinguishes it from its siblings
         first = bucket[0]
         traits = [first.dtype, *([] if first.requires_grad else ["frozen"])]
         if first.requires_grad or first.group >= 0:
@@ -164,9 +164,9 @@ def _name(anchor: ModuleNode, bucket: list[ParamSpec], several: bool) -> str:
 
 
 def _anchors(root: ModuleNode, specs: dict[str, ParamSpec], patterns: Sequence[str]) -> list[ModuleNode]:
-    """What is apart, blocks, then the large leftovers, then the root, which takes what nobody else did."""
+    """Modules that are apart, blocks, then the large leftovers, then the root with all other parameters."""
     blocks = _matching(root, patterns) if patterns else _repeated(root)
-    # Before the blocks that they lie in, which take what is left.
+    # Before the blocks around them, which take the rest.
     blocks = [*_apart(root), *blocks]
     blocked = {node.path for block in blocks for node in block.walk()}
 
@@ -185,7 +185,7 @@ def _anchors(root: ModuleNode, specs: dict[str, ParamSpec], patterns: Sequence[s
 
 
 def _apart(node: ModuleNode) -> list[ModuleNode]:
-    """The outermost modules that are apart and in no leaf."""
+    """The outermost modules that are apart and not inside a leaf."""
     if node.leaf:
         return []
     if node.apart:
@@ -194,7 +194,7 @@ def _apart(node: ModuleNode) -> list[ModuleNode]:
 
 
 def _repeated(node: ModuleNode) -> list[ModuleNode]:
-    """Leaves, and children with parameters of the outermost lists; a list that holds lists is looked into."""
+    """Leaves, and children with parameters of the outermost lists; lists inside lists are searched."""
     if node.leaf:
         return [node] if node.param_names() else []
     blocks = []
