@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 BF16 = {"bf16": {"enabled": True}}
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "square_avg", "step")
 
 
 class Small(nn.Module):
@@ -77,10 +79,9 @@ def held(engine: Any) -> dict[str, torch.Tensor]:
             found[name] = param.detach().clone()
         if param.requires_grad:
             found[f"exact {name}"] = safe_get_full_fp32_param(param)
-            unit = param._zero_owner.unit
-            wide, numbers = engine.optimizer.shard_optimizer.keys(unit, engine.optimizer.param_groups[unit.plan.group])
-            for key in (*wide, *numbers):
-                found[f"{key} {name}"] = torch.as_tensor(safe_get_full_optimizer_state(param, key))
+            for key in STATES:
+                with contextlib.suppress(ValueError):  # the optimizer has no such state
+                    found[f"{key} {name}"] = torch.as_tensor(safe_get_full_optimizer_state(param, key))
     return found
 
 

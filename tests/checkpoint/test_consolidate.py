@@ -41,8 +41,11 @@ def saved(stage: int, dtype: str, folder: str) -> tuple[dict[str, torch.Tensor],
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (3, "bf16"), (2, "fp32")])
-def test_the_model_of_a_run_is_there_exactly(pool, stage, dtype, tmp_path):
+def test_the_model_of_a_run_is_whole_and_there_exactly(pool, stage, dtype, tmp_path, capsys):
     weights, exact = pool.run(2, saved, stage, dtype, str(tmp_path))[0]
+    assert main(["verify", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "whole; tag global_step2, step 2, world size 2, " in said and said.endswith(" GB/s\n")
     assert main(["consolidate", str(tmp_path), str(tmp_path / "fp32.safetensors")]) == 0
     found = load_file(tmp_path / "fp32.safetensors")
     assert set(found) == set(weights) - {"head.weight"}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
 import torch
 from checkpoint_files import checkpoint
-from test_consolidate import saved
 
 from zero.__main__ import main
 from zero.checkpoint.index import CHUNK, Damaged, Index
@@ -31,16 +29,6 @@ def flip(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
-
-
-@pytest.mark.parametrize(("stage", "dtype"), [(3, "bf16"), (1, "fp32")])
-def test_what_an_engine_saves_is_whole(pool, stage, dtype, tmp_path, capsys):
-    pool.run(2, saved, stage, dtype, str(tmp_path))
-    assert verify(tmp_path / "global_step2") == []
-    assert main(["verify", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "whole; tag global_step2, step 2, world size 2, " in said
-    assert said.endswith(" GB/s\n")
 
 
 def test_every_flipped_bit_is_found(tmp_path):

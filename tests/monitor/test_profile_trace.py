@@ -14,7 +14,7 @@ from models import config, make_net
 from scenario import run, same
 
 import zero
-from zero.monitor.timeline import MESSAGES, Span, exposed, kernel_spans, summary
+from zero.monitor.timeline import MESSAGES, TimeSpan, exposed, kernel_spans, summary
 
 VERBS = {"gather", "reduce", "sum", "update", "release"}
 EVERYTHING = {
@@ -85,12 +85,12 @@ def test_steps_that_are_none_are_refused(section: dict[str, Any], said: str) -> 
 
 def test_a_span_inside_another_is_taken_from_it() -> None:
     spans = [
-        Span("main", "wait gather a", 2.0, 3.0),
-        Span("main", "gather a", 1.5, 4.0),
-        Span("main", "forward", 0.0, 10.0),
-        Span("main", "update a", 10.0, 12.0),
-        Span(MESSAGES, "gather a", 1.0, 3.0),
-        Span(MESSAGES, "reduce a", 2.0, 3.0),
+        TimeSpan("main", "wait gather a", 2.0, 3.0),
+        TimeSpan("main", "gather a", 1.5, 4.0),
+        TimeSpan("main", "forward", 0.0, 10.0),
+        TimeSpan("main", "update a", 10.0, 12.0),
+        TimeSpan(MESSAGES, "gather a", 1.0, 3.0),
+        TimeSpan(MESSAGES, "reduce a", 2.0, 3.0),
     ]
     sums = summary(spans)
     assert sums["main"] == {"compute": 7.5, "gather": 1.5, "waits": 1.0, "update": 2.0}

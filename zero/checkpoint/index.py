@@ -170,7 +170,7 @@ class Index:
             yield f"{kind.replace('.', ' of ')}{of}'{name}'", stored
 
     def problems(self) -> list[str]:
-        """What makes it no whole checkpoint, whatever is in the files; empty for one that is."""
+        """Why this is no whole checkpoint, as far as the index alone tells; empty for a whole one."""
         problems = []
         for what, stored in self.stored():
             if gap := stored.gaps():

@@ -1,6 +1,6 @@
 """A model as others read it: one safetensors file, or the files and the index of the Hugging Face layout.
 
-Out of a checkpoint it takes a few MiB of memory, whatever the size of a tensor.
+Out of a checkpoint it takes a few MiB of memory, also for the largest tensor.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Reader:
     """Collects what is wanted by `ask` and reads it in `finish`; to be used by one thread, in a `with` statement.
 
     What has a `then` is handed over by `finish`, on the CPU; names are those of `index`. Elements are those of the
-    flattened tensor or, with a `cut`, of its boxes, one after the other; of whatever boxes they were saved.
+    flattened tensor or, with a `cut`, of its boxes, one after the other. They may have been saved in other boxes.
     """
 
     def __init__(self, folder: Path, index: Index) -> None:
@@ -126,7 +126,7 @@ class Reader:
         then: Callable[[torch.Tensor], Any],
         cut: Cut | None = None,
     ) -> None:
-        """State `key` of elements [start, start + numel), fp32 [numel], in whatever format it was kept."""
+        """State `key` of elements [start, start + numel), fp32 [numel], converted from the format in the file."""
         parameter = self.index.parameters[name]
         stored, signed = parameter.moments[key], bool(self.index.signed.get(key, True))
         what = f"{key} of '{name}'"

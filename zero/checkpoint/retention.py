@@ -70,11 +70,11 @@ def remove(place: Path, moved: Callable[[int], object] = id) -> None:
     folder.sync(place)
     whole = all(is_ours(name) for name in os.listdir(place))
     if whole and not _GONE.fullmatch(place.name):
-        # An empty folder could be anybody's: one that a kill leaves behind must say that it was ours.
+        # A kill may leave an empty folder behind: its name must say that it was ours.
         place = place.rename(place.with_name(f".{place.name}.gone"))
     _delete(place, is_ours, moved)
     if whole:
-        with contextlib.suppress(OSError):  # some file systems keep names of files that somebody reads
+        with contextlib.suppress(OSError):  # some file systems keep names of files that are open
             place.rmdir()
 
 
@@ -119,7 +119,7 @@ def _delete(place: Path, wanted: Callable[[str], bool], moved: Callable[[int], o
 
 
 def _young(path: Path, began: float) -> bool:
-    """Whether somebody may be writing it; `began` 0 for what cannot be."""
+    """Whether a running save may be writing it; `began` 0: none can."""
     if not began:
         return False
     try:

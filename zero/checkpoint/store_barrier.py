@@ -1,7 +1,7 @@
-"""What ranks agree on about a save, through the process group's store and without a collective.
+"""Ranks agree on a save through the process group's store, without a collective.
 
-So a thread beside the training loop can do it, and a rank that writes for an hour runs into no time-out of a
-communication library: what counts is whether it gets on.
+A thread beside the training loop can do that. A rank may write for an hour and run into no time-out of a communication
+library, as its collective would: it only has to make progress.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from zero.watchdog.hang_report import SAVES, cause, ranks_text
 from zero.watchdog.status_store import STOPPED
 from zero.watchdog.watchdog import Watchdog
 
-GRACE = 5.0  # seconds more that others wait for the first rank, which waits as long before it says who is missing
+GRACE = 5.0  # seconds more that others wait for the first rank, which first says who is missing
 LINGERS = 10.0  # seconds that the first rank, with which the store may go, waits for the others to read its answer
-GONE = 2.0  # the same where it has found that one of them does not come
+GONE = 2.0  # the same after it has found one of them missing
 SAYS = 10.0  # seconds without progress before the first line about it
 AGAIN = 60.0  # seconds between two lines
 ALIKE = 2.0  # seconds within which ranks have stopped together
-SURE = 3.0  # seconds for which there must be a reason to give up
+SURE = 3.0  # seconds for which a reason to give up must last
 KINDS = {"ValueError": ValueError, "RuntimeError": RuntimeError, "OSError": OSError}
 
 
 class Lost(Parted):
-    """What this rank has found out by itself: others may not know, or may have decided otherwise."""
+    """This rank alone has given up; others may not know, or may have decided otherwise."""
 
 
 class StoreBarrier:
-    """Rounds of values (whatever JSON holds) among the ranks of one engine. Of one rank nothing leaves the process.
+    """Rounds of JSON values among the ranks of one engine. With one rank nothing leaves the process.
 
     rank:    this one's place among the `world_size` ranks of the engine; `ranks`: their global numbers, for messages;
     timeout: seconds that a rank may take without any progress.
@@ -49,16 +49,16 @@ class StoreBarrier:
         self._round = 0
 
     def moved(self, nbytes: int) -> None:
-        """This rank has got on; from any thread."""
+        """This rank has made progress; from any thread."""
         self._status.progress += max(1, nbytes)
 
     def start(self) -> None:
-        """Begin a save, in whose rounds the store is kept whatever becomes of the process group."""
+        """Begin a save: the store is kept until `shut`, even if the process group is destroyed."""
         if self._store is not None:
             self._store.messages.open = True
 
     def shut(self) -> None:
-        """End what `start` began; in whatever thread."""
+        """End what `start` began; from any thread."""
         if self._store is not None:
             self._store.messages.close()
 
@@ -96,7 +96,7 @@ class StoreBarrier:
         return _result(answer)
 
     def _await(self, phase: str, timeout: float, in_call: bool) -> list[Any]:
-        """The values that are expected; raises RuntimeError that says who does not get on."""
+        """The values that are expected; raises RuntimeError that names the ranks without progress."""
         store, rank = self._store, self.ranks[self.rank]
         began = logged = looked = time.monotonic()
         since = 0.0

@@ -48,9 +48,9 @@ def verify(folder: str | Path, progress: Callable[[int], Callable[[int], None]] 
 
 
 def check_headers(folder: Path, index: Index, rank: int = 0, world_size: int = 1) -> None:
-    """Raise Damaged where a file does not begin as it was saved: of the files of which this rank looks at its share.
+    """Raise Damaged where the header of a file is not what was saved. Each rank looks at its share of the files.
 
-    Reading goes by the index and would not see it. Raises OSError; of files that others wrote no index knows.
+    Reading goes by the index and would not notice. Files of other programs are in no index. Raises OSError.
     """
     mine = sorted(index.files)[rank::world_size]
     wanted = headers(index, mine)

@@ -1,4 +1,4 @@
-"""Weights in files, whoever wrote them, as an index: one file, several, a folder of shards, or a checkpoint.
+"""Weights in files of any program, as an index: one file, several, a folder of shards, or a checkpoint.
 
 Files are those of safetensors, or of torch.save.
 """

@@ -1,4 +1,4 @@
-"""The engine that users hold: a module of a few parts, of which each method is one's."""
+"""The engine that users hold: a module of a few parts; each method belongs to one of them."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._saving = CheckpointSaver(self, config, sharded, device)
         self._loading = CheckpointLoader(self, sharded, optimizer, self._saving)
         self._weights = Weights(config, sharded, status, device)
+        self._updates = WeightUpdates(sharded, status, config.zero.track_updates)
         self._metrics = Metrics(sharded.world, device)
         self._offload = StateOffload(sharded, optimizer, device)
         self._compiler = BlockCompiler(sharded, status)
@@ -94,7 +95,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         if optimizer is not None:
             this = weakref.ref(self)  # through the engine, in front of whose methods a recorder may stand
             optimizer.whole_step = lambda: this().step()
-        self._sharded: ShardedModule | None = sharded  # last: from here on there is something to let go of
+        self._sharded: ShardedModule | None = sharded  # last: from here on there is something to destroy
 
     forward = _method_of("_training", TrainingStep.forward)
     generate = _method_of("_training", TrainingStep.generate)
@@ -265,9 +266,9 @@ class Engine(DeepSpeedGetters, nn.Module):
             self._status.destroyed = True
             self._accumulation.close()
             self._sharded = self._training = self._saving = self._loading = None
-            self._weights = self._offload = self._compiler = None
+            self._weights = self._updates = self._offload = self._compiler = None
             if optimizer is not None:
-                optimizer.unbind()  # whoever still holds it must not keep the state alive
+                optimizer.unbind()  # else a reference to it would keep the state alive
         if (error := saving.error()) is not None:
             raise error
 
@@ -296,10 +297,6 @@ class Engine(DeepSpeedGetters, nn.Module):
     @property
     def _config(self) -> Config:
         return self._accumulation.config
-
-    @property
-    def _updates(self) -> WeightUpdates:
-        return self._weights.updates
 
     @property
     def _progress(self) -> Progress:

@@ -36,7 +36,7 @@ class Init:
         engine, *_ = zero.initialize(model=model, ...)
 
     A rank holds its shard of what is built, and the parameters of about one module whole. All ranks must build the
-    same; rank 0's values count. The code of the model is as for plain torch: whatever reads or writes a parameter
+    same; rank 0's values count. The code of the model is as for plain torch: any code that reads or writes a parameter
     that was cut gets it back (`nn.init`, `.data`, tying, `apply`), so weights are bitwise those of plain
     construction with the same seed. Random numbers are drawn as without us, and on the device the code says.
 

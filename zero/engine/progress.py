@@ -65,7 +65,7 @@ def _numbers(units: Sequence[Unit]) -> str:
 
 
 @dataclass
-class Tally:
+class StepTotals:
     """Optimizer steps, their samples and tokens over all ranks, and the seconds of each phase.
 
     since: the time.perf_counter() from which it counts.
@@ -125,7 +125,7 @@ class Progress:
         self.monitor = Monitor(sharded.world.watchdog.status)
         self._speaks = sharded.world.global_rank == 0 and not math.isinf(config.steps_per_print)
         self._phases: deque[tuple[str, Any, Any]] = deque()  # name, begin and end of those not counted yet
-        self._recent, self._all = Tally(), Tally()  # since the last line, and since the first forward
+        self._recent, self._all = StepTotals(), StepTotals()  # since the last line, and since the first forward
         self._end = weakref.finalize(self, _log_end, self._all)  # at the end of the process, if not before
         self._logged: dict[str, Any] = {}  # by `log`, to be shown at the end of the line of a step
         self._fresh: dict[str, Any] = {}  # those of the running step
@@ -260,7 +260,7 @@ class Progress:
 
     def _log(self, report: StepReport) -> None:
         logger.info("%s", " | ".join(self._parts(report)))
-        self._recent = Tally(since=time.perf_counter())
+        self._recent = StepTotals(since=time.perf_counter())
         if self._config.memory_breakdown:
             logger.info("model state on rank 0 (MiB) | %s", _mib(self.state_nbytes()._asdict()))
             if (host := self.host_nbytes()) is not None:
@@ -327,7 +327,7 @@ def _mib(nbytes: Mapping[str, int]) -> str:
     return " | ".join(f"{name}: {each / MIB:.1f}" for name, each in nbytes.items())
 
 
-def _log_end(tally: Tally) -> None:
+def _log_end(tally: StepTotals) -> None:
     if not tally.steps:
         return
     seconds = time.perf_counter() - tally.since

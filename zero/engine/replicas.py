@@ -27,7 +27,7 @@ from zero.watchdog.hang_report import ranks_text
 _AGE = 0x5851F42D4C957F2D  # odd, so that no earlier step is lost from a hash over steps
 
 
-class Sheet(NamedTuple):
+class LabelledHashes(NamedTuple):
     """Hashes, int64 [n], of what belongs together; `labels` [n] say of what each is.
 
     alike: places of the ranks that hold the same part, for each part; none: all ranks hold the same.
@@ -100,37 +100,37 @@ class Replicas:
 
     def _compare(self, number: int) -> None:
         # Hyperparameters first: where they differ, the parameters do because of them.
-        sheets = [self._of_optimizer(), *(self._of_unit(unit) for unit in self._whole), self._of_buffers()]
-        sheets += self._of_shards()
+        tables = [self._of_optimizer(), *(self._of_unit(unit) for unit in self._whole), self._of_buffers()]
+        tables += self._of_shards()
         # The lengths go along: without, ranks with other numbers of buffers would misread each other below.
-        counts = [len(sheet.labels) for sheet in sheets]
-        device = sheets[0].hashes.device
-        mine = torch.stack([*(hash_of(sheet.hashes) for sheet in sheets), *torch.tensor(counts, device=device)])
+        counts = [len(table.labels) for table in tables]
+        device = tables[0].hashes.device
+        mine = torch.stack([*(hash_of(table.hashes) for table in tables), *torch.tensor(counts, device=device)])
         hashes, lengths = comm.gather_scalars(mine, self._axis, "comparison of replicas").cpu().tensor_split(2, 1)
-        for index, sheet in enumerate(sheets):
+        for index, table in enumerate(tables):
             if (lengths[:, index] != lengths[0, index]).any():
-                self._fail(number, f"the number of {sheet.place}", lengths[:, index].tolist(), self._axis.ranks)
-            if _differing(hashes[:, index, None], sheet.alike):
-                self._examine(number, sheet)
+                self._fail(number, f"the number of {table.place}", lengths[:, index].tolist(), self._axis.ranks)
+            if _differing(hashes[:, index, None], table.alike):
+                self._examine(number, table)
         self._own_buffers = self._own_buffers or set()
 
-    def _examine(self, number: int, sheet: Sheet) -> None:
-        """Find what of a sheet differs."""
-        rows = comm.gather_scalars(sheet.hashes, self._axis, "comparison of replicas").cpu()
-        differing = _differing(rows, sheet.alike)
-        if sheet.place == "buffers" and self._own_buffers is None:
-            self._own_buffers = {sheet.labels[column] for _, column in differing}
+    def _examine(self, number: int, table: LabelledHashes) -> None:
+        """Find what differs in a table."""
+        rows = comm.gather_scalars(table.hashes, self._axis, "comparison of replicas").cpu()
+        differing = _differing(rows, table.alike)
+        if table.place == "buffers" and self._own_buffers is None:
+            self._own_buffers = {table.labels[column] for _, column in differing}
             rank_zero(
                 logging.WARNING,
                 "zero.check_replicas: these buffers differ between ranks from the start and are not compared: %s",
                 ", ".join(sorted(self._own_buffers)),
             )
             return
-        where = "" if sheet.place in ("buffers", "optimizer", "shards") else f" of unit '{sheet.place}'"
+        where = "" if table.place in ("buffers", "optimizer", "shards") else f" of unit '{table.place}'"
         first, column = differing[0]
-        alike = list(sheet.alike[first]) if sheet.alike else list(range(self._axis.size))
+        alike = list(table.alike[first]) if table.alike else list(range(self._axis.size))
         ranks = [self._axis.ranks[place] for place in alike]
-        self._fail(number, f"{sheet.labels[column]}{where}", rows[alike, column].tolist(), ranks)
+        self._fail(number, f"{table.labels[column]}{where}", rows[alike, column].tolist(), ranks)
 
     def _fail(self, number: int, what: str, values: list[int], ranks: Sequence[int]) -> None:
         self._sharded.abandon()
@@ -142,7 +142,7 @@ class Replicas:
             f"go back to a checkpoint from before (rank {self._sharded.world.global_rank})"
         )
 
-    def _of_unit(self, unit: Unit) -> Sheet:
+    def _of_unit(self, unit: Unit) -> LabelledHashes:
         labels = [f"parameter '{name}'" for name in unit.plan.layout.spans]
         hashes = [self._seen[unit.index]]
         for name, held, tensor in self._state(unit) if unit.mesh.shard.size == 1 else ():
@@ -152,9 +152,9 @@ class Replicas:
             else:
                 labels.append(f"{name} of parameter '{inside[0].name}' or one behind it")
             hashes.append(_hashes(inside, held, tensor))
-        return Sheet(unit.plan.name, labels, torch.cat(hashes))
+        return LabelledHashes(unit.plan.name, labels, torch.cat(hashes))
 
-    def _of_shards(self) -> Iterator[Sheet]:
+    def _of_shards(self) -> Iterator[LabelledHashes]:
         """What is cut and repeated: for each mesh a hash of each unit, of whose parts different ranks have one each."""
         for mesh in {id(unit.mesh): unit.mesh for unit in self._sharded.units}.values():
             size = mesh.replica.size
@@ -163,7 +163,7 @@ class Replicas:
                 alike = tuple(mesh.order[at : at + size] for at in range(0, len(mesh.order), size))
                 yield self._of_parts(units)._replace(alike=alike)
 
-    def _of_parts(self, units: Sequence[Unit]) -> Sheet:
+    def _of_parts(self, units: Sequence[Unit]) -> LabelledHashes:
         labels, hashes = [], []
         for unit in units:
             if not unit.cut and unit.gradients is None:
@@ -173,7 +173,7 @@ class Replicas:
                 found = [_hashes(unit.plan.layout.fragments(held), held, tensor) for _, held, tensor in kept]
                 hashes.append(hash_of(torch.cat([each.to(unit.buffer.full.device) for each in found])))
             labels.append(f"the shard of unit '{unit.plan.name}', or its optimizer state,")
-        return self._sheet("shards", labels, hashes)
+        return self._table("shards", labels, hashes)
 
     def _state(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
         """Masters and moments of a unit, as `ShardOptimizer` lists them."""
@@ -183,24 +183,24 @@ class Replicas:
             yield "the master", unit.shard.window, unit.shard.master.tensor
         yield from self._optimizer.shard_optimizer.tensors(unit)
 
-    def _of_buffers(self) -> Sheet:
+    def _of_buffers(self) -> LabelledHashes:
         left_out = self._own_buffers or set()
         named = {f"buffer '{name}'": buffer for name, buffer in self._sharded.module.named_buffers()}
         kept = {name: buffer for name, buffer in named.items() if name not in left_out and buffer.numel()}
-        return self._sheet("buffers", list(kept), [hash_tensor(buffer) for buffer in kept.values()])
+        return self._table("buffers", list(kept), [hash_tensor(buffer) for buffer in kept.values()])
 
-    def _of_optimizer(self) -> Sheet:
+    def _of_optimizer(self) -> LabelledHashes:
         values = {"the loss scale": _plain(self._optimizer.loss_scale)}
         for index, group in enumerate(self._optimizer.param_groups):
             for key in sorted(group):
                 values[f"'{key}' of parameter group {index}"] = _plain(group[key]) if key != "params" else None
         kept = {label: text for label, text in values.items() if text is not None}
-        return self._sheet("optimizer", list(kept), [torch.tensor(_hash_text(text)) for text in kept.values()])
+        return self._table("optimizer", list(kept), [torch.tensor(_hash_text(text)) for text in kept.values()])
 
-    def _sheet(self, place: str, labels: list[str], hashes: list[torch.Tensor]) -> Sheet:
+    def _table(self, place: str, labels: list[str], hashes: list[torch.Tensor]) -> LabelledHashes:
         device = self._sharded.device
         empty = torch.zeros(0, dtype=torch.int64, device=device)
-        return Sheet(place, labels, torch.stack([value.to(device) for value in hashes]) if hashes else empty)
+        return LabelledHashes(place, labels, torch.stack([value.to(device) for value in hashes]) if hashes else empty)
 
 
 def _hashes(inside: Sequence[Fragment], held: Span, tensor: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class Status:
             raise RuntimeError("the engine's states are offloaded; call reload_states() first")
 
     def check_outside(self, caller: str) -> None:
-        """Raise RuntimeError where `caller` would change the weights that somebody is reading."""
+        """Raise RuntimeError where `caller` would change weights that are being read."""
         if self.generating:
             raise RuntimeError(
                 f"{caller} inside engine.gathered_for_generation(), which holds all parameters whole; call it after "

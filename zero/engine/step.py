@@ -14,7 +14,7 @@ step        before the boundary the micro-batch is counted, and that is all; at 
             5. after the third step reality beside the plan (`zero.plan`)
             6. the error of a checkpoint that was written beside the training loop, if it failed; the alarm's own one
 
-On a GPU the host does not wait for the norm: there 4 comes when somebody asks what came of the step, or with the next
+On a GPU the host does not wait for the norm: there 4 comes when the outcome of the step is asked for, or with the next
 call of `step`, and so before the next update: rates and loss scales are those of a run that waits.
 """
 

@@ -1,4 +1,4 @@
-"""Whole weights out of a running model, one unit at a time: for whoever asks, and into safetensors files."""
+"""Whole weights out of a running model, one unit at a time: to a caller, and into safetensors files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def to_the_end(items: Iterable[T], status: Status, wanted: bool = True) -> Itera
                     yield item
                 except GeneratorExit:
                     wanted = False
-            item = None  # one that the caller has let go of is not alive beside the next
+            item = None  # else it would be alive beside the next
     finally:
         status.streams -= 1
 
@@ -75,7 +75,7 @@ def merged(
     """`walk` with copies that are the caller's, or what `merge` makes of each, in `dtype` where it is floating."""
     for name, tensor in walk(values, sharded):
         converts = dtype not in (None, tensor.dtype) and tensor.is_floating_point()
-        # Its own in any case: whoever quantises what he was given, in place, must not change what trains.
+        # A copy in any case: a caller that quantises it in place must not change what trains.
         tensor = tensor.to(dtype) if converts and merge is None else tensor.clone()
         made = (name, tensor)
         if merge is not None:

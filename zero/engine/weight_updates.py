@@ -24,7 +24,7 @@ _NOTHING, _MARKED, _ALL = 0, 1, 2
 
 
 class WeightUpdates:
-    """Keeps marks of what changes, and says it to whoever asks."""
+    """Marks what changes, and gives it to callers."""
 
     def __init__(self, sharded: ShardedModule, status: Status, track: bool) -> None:
         self._sharded = sharded

@@ -33,7 +33,6 @@ from zero.engine.weight_streams import (
     unit_to_gather,
     walk,
 )
-from zero.engine.weight_updates import WeightUpdates
 from zero.log import log_once
 
 
@@ -45,15 +44,11 @@ class Unmatched(NamedTuple):
 
 
 class Weights:
-    """State dictionaries of the module, on every stage. All methods are collectives.
-
-    updates: what has changed of the weights.
-    """
+    """State dictionaries of the module, on every stage. All methods are collectives."""
 
     def __init__(self, config: Config, sharded: ShardedModule, status: Status, device: torch.device) -> None:
         self._asked = config.zero_optimization.stage3_gather_16bit_weights_on_model_save
         self._validation = TagValidation(config.checkpoint.tag_validation)
-        self.updates = WeightUpdates(sharded, status, config.zero.track_updates)
         self._sharded = sharded
         self._status = status
         self._device = device

@@ -31,7 +31,7 @@ KINDS = {
 }
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """The work of one stream (a thread, the messages, a stream of a GPU) from `start` to `end`, in seconds."""
 
     stream: str
@@ -53,14 +53,14 @@ class Timeline:
 
     def __init__(self, sharded: ShardedModule, traced: bool) -> None:
         """`traced`: also name them in the trace of torch's running profiler."""
-        self.spans: list[Span] = []
+        self.spans: list[TimeSpan] = []
         self._traced = traced
         self._calls = ModuleCalls()
         self._end = sharded.world.watchdog.events.subscribe(self._work, self._waited)
         for name in {unit.plan.anchor for unit in sharded.units} - {""}:
             self._calls.watch(sharded.module.get_submodule(name), functools.partial(self._pass, name))
 
-    def stop(self) -> list[Span]:
+    def stop(self) -> list[TimeSpan]:
         """Stop recording; returns the spans."""
         self._end()
         self._calls.end()
@@ -73,7 +73,7 @@ class Timeline:
             try:
                 yield
             finally:
-                self.spans.append(Span(threading.current_thread().name, name, start, time.perf_counter()))
+                self.spans.append(TimeSpan(threading.current_thread().name, name, start, time.perf_counter()))
 
     def _work(self, verb: str, unit: str) -> contextlib.AbstractContextManager[None]:
         return self._span(f"{verb} {unit}".strip())
@@ -84,21 +84,21 @@ class Timeline:
     def _waited(self, collective: Collective, begun: Stamp, start: Stamp, end: Stamp) -> None:
         if isinstance(end, float):  # else the GPU's streams show it
             name = f"{collective.direction} {collective.unit}".strip()
-            self.spans.append(Span(threading.current_thread().name, f"wait {name}", start, end))
-            self.spans.append(Span(MESSAGES, name, begun, end))
+            self.spans.append(TimeSpan(threading.current_thread().name, f"wait {name}", start, end))
+            self.spans.append(TimeSpan(MESSAGES, name, begun, end))
 
 
-def kernel_spans(events: Iterable[Any], later: float, gap: float = 20e-6) -> list[Span]:
+def kernel_spans(events: Iterable[Any], later: float, gap: float = 20e-6) -> list[TimeSpan]:
     """The spans of a GPU's streams from the events of torch's profiler, whose clock is `later` seconds behind.
 
     Neighbours of one kind on a stream are one span if less than `gap` seconds are between them.
     """
-    spans: list[Span] = []
+    spans: list[TimeSpan] = []
     last: dict[str, int] = {}  # by stream, the index of its last span
     for event in sorted(events, key=lambda event: event.time_range.start):
         if event.device_type == torch.autograd.DeviceType.CUDA:
             start, end = (moment / 1e6 + later for moment in (event.time_range.start, event.time_range.end))
-            span = Span(f"{GPU} {event.device_resource_id}", _kernel(event.name), start, end)
+            span = TimeSpan(f"{GPU} {event.device_resource_id}", _kernel(event.name), start, end)
             before = spans[last[span.stream]] if span.stream in last else None
             if before is not None and before.name == span.name and start - before.end < gap:
                 spans[last[span.stream]] = before._replace(end=max(end, before.end))
@@ -114,10 +114,10 @@ def _kernel(name: str) -> str:
     return "copy" if name.startswith(("Memcpy HtoD", "Memcpy DtoH")) else "kernels"
 
 
-def summary(spans: Sequence[Span]) -> dict[str, dict[str, float]]:
+def summary(spans: Sequence[TimeSpan]) -> dict[str, dict[str, float]]:
     """Seconds by stream and kind. The time of a span inside another span of its stream is subtracted from that one."""
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    inside: dict[str, list[Span]] = defaultdict(list)  # open spans, the innermost last
+    inside: dict[str, list[TimeSpan]] = defaultdict(list)  # open spans, the innermost last
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
         outer = inside[span.stream]
         while outer and outer[-1].end <= span.start:
@@ -129,7 +129,7 @@ def summary(spans: Sequence[Span]) -> dict[str, dict[str, float]]:
     return sums
 
 
-def exposed(spans: Sequence[Span]) -> float:
+def exposed(spans: Sequence[TimeSpan]) -> float:
     """Seconds in which the streams of a GPU gather, reduce or copy and none computes."""
     edges = [(at, span.kind == "compute", step) for span in spans for at, step in ((span.start, 1), (span.end, -1))]
     total, since, running = 0.0, 0.0, [0, 0]  # counts of other and of computing spans

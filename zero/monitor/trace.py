@@ -15,7 +15,7 @@ from zero.core.sharded_module import ShardedModule
 from zero.core.torch_private import all_threads, profiler_runs
 from zero.log import logger
 from zero.monitor.flops import written
-from zero.monitor.timeline import GPU, KINDS, MESSAGES, Span, Timeline, exposed, kernel_spans, summary
+from zero.monitor.timeline import GPU, KINDS, MESSAGES, Timeline, TimeSpan, exposed, kernel_spans, summary
 
 EARLY = (5, 5)  # the steps of a report's timeline if none are given
 _MARK = "zero: begin"
@@ -90,7 +90,7 @@ class StepTrace:
         self._timeline = Timeline(*self._parts)
         self._ends = [time.perf_counter()]
 
-    def _write(self, spans: Sequence[Span]) -> None:
+    def _write(self, spans: Sequence[TimeSpan]) -> None:
         steps = len(self._ends) - 1
         lines = summary_lines(spans, steps, self._ends[-1] - self._ends[0])
         text = "\n".join((f"steps {self._first} to {self._first + steps - 1} on rank {self._rank}", *lines))
@@ -100,7 +100,7 @@ class StepTrace:
             logger.info("%s", text)
 
 
-def summary_lines(spans: Sequence[Span], steps: int, seconds: float) -> list[str]:
+def summary_lines(spans: Sequence[TimeSpan], steps: int, seconds: float) -> list[str]:
     """Milliseconds per step of each stream, by kind, for `steps` that took `seconds`."""
     kinds = [*dict.fromkeys(KINDS.values()), "other"]
     whole = f"{1e3 * seconds / steps:,.2f} ms/step"

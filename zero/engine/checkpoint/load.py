@@ -60,7 +60,7 @@ class CheckpointLoader:
     def __init__(
         self, engine: Any, sharded: ShardedModule, optimizer: ZeroOptimizer | None, saving: CheckpointSaver
     ) -> None:
-        self._engine = weakref.proxy(engine)  # which has us, and is let go of without the garbage collector
+        self._engine = weakref.proxy(engine)  # it holds this object, and is freed without the garbage collector
         self._sharded = sharded
         self._optimizer = optimizer
         self._saving = saving
@@ -181,7 +181,7 @@ class CheckpointLoader:
     def _take(self, what: str, plan: LoadPlan, anew: bool, custom: Callable[..., Any] | None) -> None:
         """Change the engine; `anew`: the optimizer begins anew. Raises on all ranks where one cannot read.
 
-        The engine is half loaded until the caller, who may have more to bring, says otherwise.
+        The engine is half loaded until the caller, which may have more to load, says otherwise.
         """
         sharded, place = self._sharded, plan.place
         self._engine._status.half_loaded = (
@@ -197,7 +197,7 @@ class CheckpointLoader:
             state = together(lambda: self._read(plan, anew, custom is not None), sharded.world, what)
         except REFUSALS:
             if not sharded.world.watchdog.broken:
-                self._renew()  # full copies must be there again for whatever comes next
+                self._renew()  # what comes next needs the full copies
             raise
         self._renew()
         if custom is not None:
@@ -224,7 +224,7 @@ class CheckpointLoader:
         return None
 
     def _renew(self) -> None:
-        """Bring what was loaded to all who keep it whole; collective."""
+        """Gather the units that stay whole again; collective."""
         kept = [unit for unit in self._sharded.units if unit.stays_full]
         for unit in kept:
             unit.gather()

@@ -21,7 +21,7 @@ from zero.recompute.holder import HOLDER
 
 State = dict[str, Any]
 
-_NUMPY = "numpy.random"  # imported by whoever draws from it
+_NUMPY = "numpy.random"  # imported before it is drawn from
 
 
 def capture(device: torch.device) -> State:

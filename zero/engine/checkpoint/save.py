@@ -86,7 +86,7 @@ class CheckpointSaver:
         self.snapshot = Snapshot(pinned=device.type == "cuda")
         self._retention = Retention(section.keep, section.keep_optimizer)
         self._began = time.time()
-        self._engine = weakref.proxy(engine)  # which has us, and is let go of without the garbage collector
+        self._engine = weakref.proxy(engine)  # it holds this object, and is freed without the garbage collector
         self._sharded = sharded
         self._validation = TagValidation(config.checkpoint.tag_validation)
         self._thread: threading.Thread | None = None
@@ -189,7 +189,7 @@ class CheckpointSaver:
             answer = barrier.settle(asked, begin, CHECKS, in_call=True)
         except AGREED as error:
             return error
-        self._ended = Beside.NONE  # all ranks know how the last one ended
+        self._ended, self._error = Beside.NONE, None  # all ranks know how the last one ended
         small, own = state.small(answer["differ"])
         units = [form for forms in state.forms.values() for form in forms]
         known, fields = state.index(answer["save"], answer["tag"], options[0]) if barrier.rank == 0 else ({}, {})
@@ -222,7 +222,7 @@ class CheckpointSaver:
             writer.fail(error)  # the others must hear of it
         if self.asynchronous and files:
             try:
-                # Nobody goes on to a collective in which it would wait for who still writes.
+                # No rank goes on to a collective and waits there for one that still writes.
                 self.barrier.settle(writer.failure, lambda told: None, REST, in_call=True)
             except AGREED as error:
                 writer.fail(error)

@@ -120,7 +120,7 @@ def _unit_chunks(unit: Unit, optimizer: ZeroOptimizer | None, forms: bool = Fals
     """
     take = _form if forms else torch.Tensor.narrow
     full = {spec.name: _full(spec, param) for spec, param in zip(unit.plan.params, unit.params, strict=True)}
-    # That of a cut along all ranks, whatever is cut.
+    # Each rank writes its part of a unit that is cut over all ranks, also where the unit is not cut.
     window = unit.span
     shift = window.start - unit.shard.window.start  # of what is written in what is kept
     for fragment in unit.plan.layout.fragments(window):
