@@ -72,7 +72,7 @@ class Grid:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def lists(self, *axes: str) -> list[tuple[int, ...]]:
-        """The groups along these axes together, each ascending, ordered by their first rank; they partition the world."""
+        """The groups along these axes together, each ascending, ordered by first rank; they partition the world."""
         strides = self._strides()
         fixed = [range(0, self.sizes[axis] * strides[axis], strides[axis]) for axis in AXES if axis not in axes]
         along = [range(0, self.sizes[axis] * strides[axis], strides[axis]) for axis in AXES if axis in axes]
