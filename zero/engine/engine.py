@@ -87,7 +87,6 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._saving = CheckpointSaver(self, config, sharded, device)
         self._loading = CheckpointLoader(self, sharded, optimizer, self._saving)
         self._weights = Weights(config, sharded, status, device)
-        self._updates = WeightUpdates(sharded, status, config.zero.track_updates)
         self._metrics = Metrics(sharded.world, device)
         self._offload = StateOffload(sharded, optimizer, device)
         self._compiler = BlockCompiler(sharded, status)
@@ -266,7 +265,7 @@ class Engine(DeepSpeedGetters, nn.Module):
             self._status.destroyed = True
             self._accumulation.close()
             self._sharded = self._training = self._saving = self._loading = None
-            self._weights = self._updates = self._offload = self._compiler = None
+            self._weights = self._offload = self._compiler = None
             if optimizer is not None:
                 optimizer.unbind()  # else a reference to it would keep the state alive
         if (error := saving.error()) is not None:
@@ -297,6 +296,10 @@ class Engine(DeepSpeedGetters, nn.Module):
     @property
     def _config(self) -> Config:
         return self._accumulation.config
+
+    @property
+    def _updates(self) -> WeightUpdates:
+        return self._weights.updates
 
     @property
     def _progress(self) -> Progress:

@@ -33,6 +33,7 @@ from zero.engine.weight_streams import (
     unit_to_gather,
     walk,
 )
+from zero.engine.weight_updates import WeightUpdates
 from zero.log import log_once
 
 
@@ -44,11 +45,15 @@ class Unmatched(NamedTuple):
 
 
 class Weights:
-    """State dictionaries of the module, on every stage. All methods are collectives."""
+    """State dictionaries of the module, on every stage. All methods are collectives.
+
+    updates: what has changed of the weights.
+    """
 
     def __init__(self, config: Config, sharded: ShardedModule, status: Status, device: torch.device) -> None:
         self._asked = config.zero_optimization.stage3_gather_16bit_weights_on_model_save
         self._validation = TagValidation(config.checkpoint.tag_validation)
+        self.updates = WeightUpdates(sharded, status, config.zero.track_updates)
         self._sharded = sharded
         self._status = status
         self._device = device
