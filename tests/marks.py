@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,16 @@ def longer(*cases: Any) -> list[Any]:
 
 
 def each_once(*axes: Sequence[Any]) -> list[Any]:
-    """The product of the axes. A few cases that have every value of every axis are short, the others `long`."""
+    """A few cases that have every value of every axis; and as many `long` ones, in which the values meet others."""
     count = max(map(len, axes))
-    short = {tuple(index % len(axis) for axis in axes) for index in range(count)}
-    numbers = itertools.product(*(range(len(axis)) for axis in axes))
-    cases = [(one, tuple(axis[at] for axis, at in zip(axes, one, strict=True))) for one in numbers]
-    return [pytest.param(*case, marks=() if one in short else pytest.mark.long) for one, case in cases]
+
+    def diagonal(shift: int) -> list[tuple[int, ...]]:
+        return [tuple((index + place * shift) % len(axis) for place, axis in enumerate(axes)) for index in range(count)]
+
+    short = dict.fromkeys(diagonal(0))
+    more = [each for each in dict.fromkeys(diagonal(1)) if each not in short]
+    cases = [(each, each in short) for each in (*short, *more)]
+    return [
+        pytest.param(*(axis[at] for axis, at in zip(axes, each, strict=True)), marks=() if quick else pytest.mark.long)
+        for each, quick in cases
+    ]

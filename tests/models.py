@@ -105,26 +105,3 @@ def config(stage: int, world: int, *, micro: int = 2, accumulation: int = 1, **m
         "steps_per_print": float("inf"),
         **more,
     }
-
-
-def train(model: nn.Module, world: int, settings: dict[str, Any], steps: int = 6) -> dict[str, Any]:
-    """Train a Net under the engine on this rank's share of the global batches; losses are of the rank."""
-    import torch.distributed as dist
-
-    import zero
-
-    rank, accumulation = dist.get_rank(), settings["gradient_accumulation_steps"]
-    micro = settings["train_micro_batch_size_per_gpu"]
-    engine, *_ = zero.initialize(model=model, config=settings)
-    losses, norms = [], []
-    for step in range(steps * accumulation):
-        tokens, targets = batch(step, micro * world)
-        part = slice(rank * micro, (rank + 1) * micro)
-        loss = engine(tokens[part], targets[part])
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-        norms.append(engine.get_global_grad_norm())
-    engine.destroy()
-    params = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "params": params}

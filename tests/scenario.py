@@ -24,7 +24,6 @@ from zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 Json = int | dict[str, Any]
 Inputs = tuple[Any, ...]
-PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 class Model(NamedTuple):

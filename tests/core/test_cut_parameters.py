@@ -127,7 +127,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 EIGHT = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "zero": {"moments": "8bit"}}}}
 JSONS = [
     {"stage": 3, "cut": True, "precision": "bf16", "gradient_clipping": 0.5},
-    *longer({"stage": 2, "gradient_clipping": 0.5}, {"stage": 1, "precision": "bf16"}, {"stage": 0}),
+    *longer({"stage": 1, "precision": "bf16"}),
 ]
 PAIRS = [(1, 2), (2, 1), (4, 2), ("2 x 2", 4), (4, "2 x 2")]  # saved so, and loaded so
 
@@ -158,7 +158,7 @@ def test_training_norm_and_checkpoints_do_not_depend_on_how_layers_are_cut(pool,
         assert all(torch.equal(weights[name], last[name]) for name in SHAPES)
 
 
-@pytest.mark.parametrize(("save", "load"), [PAIRS[1], *longer(*PAIRS[:1], *PAIRS[2:])])
+@pytest.mark.parametrize(("save", "load"), [PAIRS[1], *longer(PAIRS[2], PAIRS[4])])
 def test_moments_in_eight_bits_are_the_same_at_another_cutting(pool, tmp_path, save, load):
     json = {"stage": 3, "cut": True, **EIGHT}
     (_, saved), *_ = pool.run(WAYS[save][0], trained, save, json, range(2), "", str(tmp_path))

@@ -114,23 +114,6 @@ def test_nested_blocks_lose_no_write():
 
 
 @pytest.mark.ranks(2)
-def test_parameters_that_are_whole_already():
-    """Blocks in a forward, when parameters are whole already, stay out of its way."""
-    engine, seen = start(), []
-    param = engine.module.get_parameter(ONE)
-
-    def inside(module: nn.Module, args: Any, output: Any) -> None:
-        with OPEN(module.weight):
-            pass
-        seen.append(is_released(param))
-
-    engine.module.blocks[1].up.register_forward_hook(inside)
-    step(engine, 2)
-    assert seen == [False] and is_released(param)
-    engine.destroy()
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_exception_on_one_rank_leaves_nobody_waiting(stage):
     """One rank raises inside of a block that writes; all leave, and the engine goes on."""
@@ -234,29 +217,6 @@ def test_what_is_refused_before_anybody_waits():
     ):
         assert said_by(lambda given=given, ways=ways: OPEN(given, **ways).__enter__()) == text
     engine.destroy()
-
-
-@pytest.mark.ranks(2)
-def test_a_built_model_can_be_read_and_loaded():
-    """The same blocks on a model that no engine has yet."""
-    rank = dist.get_rank()
-    with zero.Init():
-        model = make_net()
-        for param, number in ((model.head.weight, 2.0), (model.embed.weight, 4.0)):
-            with OPEN(param, modifier_rank=1), torch.no_grad():
-                param.fill_(number + rank)
-    with OPEN([*model.parameters(), None]):  # the bias of a layer that has none
-        assert [param.unique().tolist() for param in (model.head.weight, model.embed.weight)] == [[3.0], [5.0]]
-    values = make_net(seed=9).state_dict()
-    with OPEN(model.parameters(), modifier_rank=0):
-        if rank == 0:
-            model.load_state_dict(values)
-    with OPEN(model.parameters()):
-        assert all(torch.equal(param, values[name]) for name, param in model.named_parameters())
-    lost = r"\['head.weight'\] changed inside GatheredParameters without modifier_rank"
-    with pytest.raises(RuntimeError, match=lost), OPEN(model.head.weight), torch.no_grad():
-        model.head.weight.zero_()
-    assert all(map(is_released, model.parameters()))
 
 
 def tried_inside(alone: bool, said: list[str], engine: Any, number: int, args: Any) -> torch.Tensor:

@@ -6,7 +6,6 @@ of ranks that share state, and between nodes, is counted.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import nn
 
 import zero
 from zero.core import comm
-from zero.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 
 SHARDS = (4, 2, 1)  # ranks that state is cut over, of four
 HPZ = 0  # in their place: over all, and parameters over nodes of two ranks
@@ -52,13 +50,13 @@ def owners(engine: Any) -> int:
     return len({rank for unit in engine.describe().units for param in unit.parameters for rank in param.owners})
 
 
-@pytest.mark.parametrize(("precision", "stages"), [("bf16", (1, 3)), *longer(("bf16", (2, 3)), ("fp32", (1, 2, 3)))])
+@pytest.mark.parametrize(("precision", "stages"), [("bf16", (1, 3)), *longer(("fp32", (2,)))])
 def test_all_meshes_agree_bitwise_under_the_tree(pool, precision, stages):
     for first, *others in on_all_meshes(pool, "tree", precision, stages):
         assert not [differences(record, first) for record in others if differences(record, first)]
 
 
-@pytest.mark.parametrize(("precision", "stages"), [("fp32", (2, 3)), *longer(("fp32", (1,)), ("bf16", (1, 2, 3)))])
+@pytest.mark.parametrize(("precision", "stages"), [("fp32", (2, 3)), *longer(("bf16", (1, 3)))])
 def test_all_meshes_are_as_near_to_the_truth_by_default(pool, precision, stages):
     json = {"steps": STEPS, "clipping": 0.3}
     training = Training(4, micro=micro, **json)
@@ -72,41 +70,14 @@ def micro(model: Any, number: int, rank: int, world: int, factor: float) -> torc
     return loss.detach()
 
 
-# --- the norm -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(("reduce", "place"), [("ranks", "none"), ("tree", "none"), ("ranks", "cpu")])
-def test_the_norm_counts_each_element_once_on_any_mesh(reduce, place):
-    """It is that of all gradients put together, in fp64."""
-    for shard in SHARDS:
-        squares = []
-
-        def loop(engine: Any, number: int, args: Any, squares: list[float] = squares) -> torch.Tensor:
-            engine.backward(loss := engine(*args))
-            grads = [safe_get_full_grad(param).double() for param in engine.module.parameters()]
-            squares.append(sum(grad.square().sum().item() for grad in grads))
-            return loss
-
-        json = mesh(2, shard, reduce, {"offload_optimizer": {"device": place}})
-        (norm,), whole = run("net", json, 1, loop=loop).norms, math.sqrt(squares[0])
-        assert abs(norm - whole) <= 1e-12 * whole
-
-
 # --- checkpoints --------------------------------------------------------------------------------------------
 
-MOVES = [(4, 2), (2, 1), (1, 4), (2, 4), (4, 1), (1, 2), (2, HPZ), (HPZ, 1)]
 SHORT = [(3, 4, 2, "fp32"), (3, 1, 4, "fp32"), (3, 2, HPZ, "bf16"), (1, 4, 2, "fp32")]
-ALL = [
-    *((3, *move, precision) for move in MOVES for precision in ("fp32", "bf16")),
-    *((*move, "fp32") for move in ((1, 4, 2), (2, 2, 4), (1, 2, 1), (2, 1, 2), (1, 1, 4))),
-]
+MORE = [(3, 2, 1, "bf16"), (2, 2, 4, "fp32"), (1, 1, 2, "bf16"), (3, HPZ, 1, "fp32")]
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    ("stage", "save", "load", "precision"), [*SHORT, *longer(*(case for case in ALL if case not in SHORT))]
-)
+@pytest.mark.parametrize(("stage", "save", "load", "precision"), [*SHORT, *longer(*MORE)])
 def test_checkpoints_go_from_any_mesh_to_any_other(tmp_path, stage, save, load, precision):
     """Two steps on one mesh, and two more on another, are four on the first."""
     first, other = (mesh(stage, shard, precision=precision) for shard in (save, load))
@@ -168,9 +139,6 @@ def test_between_nodes_each_unit_is_gathered_once_a_step(messages):
         assert found["inside", "gather", "elements"] >= numel // 2
 
 
-# --- reports of others --------------------------------------------------------------------------------------
-
-
 # --- other features on a mesh -------------------------------------------------------------------------------
 
 
@@ -207,40 +175,3 @@ def test_a_rank_that_fails_is_named_in_all_groups(shard):
     with pytest.raises((RuntimeError, ValueError)) as error:
         step(engine, 1), step(engine, 2)
     assert ("" if own else "rank 3 raised ValueError: ") + "bad batch" in str(error.value)
-
-
-# --- values that are changed between steps ------------------------------------------------------------------
-
-
-def changed(engine: Any, number: int, args: Any) -> torch.Tensor:
-    """Values written in every way that there is, by another rank than the first, with steps between."""
-    first, second, *_ = engine.module.parameters()
-    if number == 1:
-        with zero.GatheredParameters(first, modifier_rank=3):
-            if dist.get_rank() == 3:
-                first.data.mul_(1.5)
-    if number == 2:
-        safe_set_full_fp32_param(second, torch.full(second.shape, 0.25))
-    engine.backward(loss := engine(*args))
-    if number == 3:
-        safe_set_full_grad(first, torch.ones(first.shape))
-    return loss
-
-
-def moved_away(engine: Any, number: int) -> list[list[float]]:
-    if number == 3:
-        engine.offload_states()
-        engine.reload_states()
-    first, second, *_ = engine.module.parameters()
-    with zero.GatheredParameters([first, second]):
-        return [param.flatten()[:3].tolist() for param in (first, second)]
-
-
-def test_values_written_between_steps_reach_all_ranks(pool):
-    wanted, *others = (
-        scenario(pool, "net", mesh(3, shard), 4, 5, loop=changed, watch=moved_away) for shard in (4, 2, 1, HPZ)
-    )
-    for records in others:
-        for found, record in zip(records, wanted, strict=True):
-            assert not differences(found, record, "losses", "norms", "weights", "seen")
-            assert not differences(found, wanted[0], "weights")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from marks import each_once
 from matrix_models import CASES, UNITS, build, inputs, loss_of
-from oracle import Training, backward, near, train
+from oracle import Training, backward, near
 from scenario import Model, Record, differences, runs
 
 STEPS = 3  # of the optimizer
@@ -22,7 +22,6 @@ SCALE = 256.0  # the loss scale of fp16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Three ranks: a sum that rounds at every addition, and shards that cut parameters elsewhere.
 AT_THREE = ["Experts", "RankExperts", "RankEncoder", "DictOutput"]
-BY_SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.125}}}  # a power of two: lr * gradient rounds nowhere
 
 
 def given(precision: str, number: int, part: int) -> tuple[torch.Tensor, int, int]:
@@ -34,7 +33,7 @@ def loop(engine: Any, number: int, args: tuple[Any, ...]) -> torch.Tensor:
     return loss
 
 
-def stages(pool: Any, name: str, world: int, precision: str, **more: Any) -> list[list[Record]]:
+def stages(pool: Any, name: str, world: int, precision: str) -> list[list[Record]]:
     """Records by rank, then by stage."""
     model = Model(functools.partial(build, name), functools.partial(given, precision))
     json = {
@@ -43,7 +42,6 @@ def stages(pool: Any, name: str, world: int, precision: str, **more: Any) -> lis
         "fp16": {"enabled": precision == "fp16", "loss_scale": SCALE},
         # The first makes one order of sums of all stages.
         "zero": {"reduce_every_micro_batch": True, "units": UNITS.get(name, [])},
-        **more,
     }
     cases = [((model, {"stage": stage, **json}), {"steps": STEPS, "loop": loop}) for stage in range(4)]
     return pool.run(world, runs, cases)
@@ -82,19 +80,3 @@ def test_two_ranks(pool, name, precision):
 @pytest.mark.parametrize(("name", "precision"), each_once(AT_THREE, [*DTYPES][::-1]))
 def test_three_ranks(pool, name, precision):
     check(pool, name, 3, precision)
-
-
-def test_gradients_of_a_dict_output_are_divided_by_the_accumulation_count_once(pool):
-    """Two ranks, four micro-batches, plain SGD, no clipping: the very bits of plain torch."""
-    by_sgd = training("DictOutput", 2)._replace(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.125))
-    wanted = Record(weights=train(by_sgd, "fp32").params)
-    for records in stages(pool, "DictOutput", 2, "fp32", **BY_SGD):
-        for stage, record in enumerate(records):
-            assert not differences(record, wanted, "weights"), f"stage {stage}"
-
-
-def test_the_default_order_of_sums_divides_once_too(pool):
-    """Stages 0 and 1 add micro-batches up before ranks: other roundings, the same mean."""
-    for records in stages(pool, "DictOutput", 2, "fp32", zero={}):
-        for stage, record in enumerate(records):
-            assert near(record.weights, training("DictOutput", 2)), f"stage {stage}"

@@ -123,24 +123,3 @@ def test_outputs_stay_valid_and_the_engine_forgets_them(mode):
         given["unread"].sum()
     assert engine.state_nbytes().parameters == resting
     engine.destroy()
-
-
-@pytest.mark.ranks(2)
-def test_views_kept_from_outside_of_a_graph_stay_valid():
-    """Views that were made inside GatheredParameters or in a forward without a graph, read when all is released."""
-    engine, rank = zero.initialize(model=build(Root), config=config(3, 2))[0], dist.get_rank()
-    weight, wanted = engine.module.blocks[2].weight, build(Root).blocks[2].weight
-    kept: list[torch.Tensor] = []
-    with zero.GatheredParameters(weight):
-        kept += [weight.detach(), weight[1:], weight.data.view(-1)]
-    handle = engine.module.blocks[0].register_forward_hook(lambda module, *_: kept.append(module.up.weight.t()))
-    with torch.no_grad():
-        engine(inputs(0, rank), rank)
-    handle.remove()
-    for _ in range(2):
-        engine.backward(engine(inputs(0, rank), rank)["x"].mean())
-        engine.step()
-    other = build(Root).blocks[0].up.weight
-    equal = [torch.equal(a, b) for a, b in zip(kept, [wanted, wanted[1:], wanted.view(-1), other.t()], strict=True)]
-    engine.destroy()
-    assert equal == [True] * 4

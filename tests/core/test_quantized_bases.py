@@ -6,8 +6,9 @@ The short cases are of a stand-in for bitsandbytes (tests/packed.py), the long o
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from models import config
 from packed import WIDTH, Block, Net
 from ranks import Pool
+from scenario import Model, run, settings
 from torch import nn
 
 import zero
@@ -26,7 +27,7 @@ from zero.core.quantized import beside
 installed = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: pip install bitsandbytes"
 )
-TREE = {"zero": {"reduce": "tree"}}
+TREE = {"reduce": "tree"}
 
 
 def kinds(*forms: str) -> list[Any]:
@@ -38,59 +39,63 @@ def kinds(*forms: str) -> list[Any]:
 every_kind = pytest.mark.parametrize(("form", "real"), kinds("nf4-nested", "fp4", "int8"))
 
 
-def batches(world: int, first: int = 0, last: int = 3) -> Iterator[torch.Tensor]:
-    """This rank's micro-batches: two in a step, over all ranks."""
-    for step in range(first, last):
-        both = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).chunk(2)
-        yield from both if world == 1 else both[dist.get_rank() :][:1]
+def inputs(number: int, part: int) -> tuple[torch.Tensor]:
+    """Of two micro-batches in a step, over all ranks."""
+    return (torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number // 2)).chunk(2)[number % 2],)
 
 
-def engine_of(model: nn.Module, stage: int, **more: Any) -> Any:
-    world = dist.get_world_size()
-    settings = config(stage, world, micro=2, accumulation=2 // world, **{**TREE, **more})
-    return zero.initialize(model=model, config=settings)[0]
-
-
-def train(engine: Any, first: int = 0, last: int = 3) -> list[float]:
-    losses = []
-    for batch in batches(engine.world_size, first, last):
-        loss = engine(batch.to(engine.device))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+def made(form: str, real: bool, init: bool = False, factor: float = 1.0) -> nn.Module:
+    """Quantised by its `to`, or built under `zero.Init`; `factor`: of its weights before."""
+    with zero.Init() if init else contextlib.nullcontext():
+        model = Net(form, real)
+    for param in model.parameters() if factor != 1.0 else ():
+        param.data.mul_(factor)
+    return model if init else model.to("cpu")
 
 
 def whole(engine: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.module_state_dict().items()}
 
 
+def trained(
+    form: str, real: bool, json: Any, steps: int = 3, init: bool = False, factor: float = 1.0, **how: Any
+) -> Any:
+    """A record, of which `seen` are the whole weights."""
+    model = Model(functools.partial(made, form, real, init, factor), inputs)
+    return run(model, {"zero": TREE, **json}, steps, parts=2, **{"keep": whole, **how})
+
+
+def engine_of(model: nn.Module) -> Any:
+    return zero.initialize(model=model, config=settings({"stage": 3, "zero": TREE}, dist.get_world_size()))[0]
+
+
+def train(engine: Any, count: int = 3) -> None:
+    for number in range(count):
+        engine.backward(engine(*inputs(number, 0)))
+        engine.step()
+
+
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def packed_names(names: Iterable[str]) -> list[str]:
+    return [name for name in names if ".up." in name or ".down." in name]
 
 
 # --- the same numbers ---------------------------------------------------------------------------------------
 
 
-def trained(form: str, real: bool, stage: int, init: bool = False, **more: Any) -> tuple[list[float], Any]:
-    with zero.Init() if init else contextlib.nullcontext():
-        model = Net(form, real)
-    engine = engine_of(model if init else model.to("cpu"), stage, **more)  # which quantises
-    losses, weights = train(engine), whole(engine)
-    engine.destroy()
-    return losses, weights
-
-
 def plainly(form: str, real: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same without zero."""
-    model = Net(form, real).to("cpu")
+    model = made(form, real)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2, weight_decay=0.1)
     losses = []
-    for batch in batches(1):
-        loss = model(batch)
+    for number in range(6):
+        loss = model(*inputs(number, 0))
         (loss / 2).backward()
         losses.append(loss.item())
-        if len(losses) % 2 == 0:
+        if number % 2:
             optimizer.step()
             optimizer.zero_grad()
     return losses, dict(model.state_dict())
@@ -98,37 +103,37 @@ def plainly(form: str, real: bool) -> tuple[list[float], dict[str, torch.Tensor]
 
 @every_kind
 def test_two_ranks_train_as_one_does(pool: Pool, form: str, real: bool) -> None:
-    ((losses, weights),) = pool.run(1, trained, form, real, 0)
-    plain_losses, plain = plainly(form, real)
-    assert losses[:2] == plain_losses[:2]
-    assert losses == pytest.approx(plain_losses, rel=1e-5)
+    (one,) = pool.run(1, trained, form, real, {"stage": 0})
+    losses, plain = plainly(form, real)
+    assert one.losses[:2] == losses[:2]
+    assert one.losses == pytest.approx(losses, rel=1e-5)
     frozen = [name for name in plain if not (".first." in name or ".second." in name)]
     assert len(frozen) >= 9
-    assert all(torch.equal(weights[name], plain[name]) for name in frozen)
+    assert all(torch.equal(one.seen[0][name], plain[name]) for name in frozen)
     for stage, init in ((1, False), (3, False), (3, True)):
-        found = pool.run(2, trained, form, real, stage, init)
-        assert [each for pair in zip(*(losses for losses, _ in found), strict=True) for each in pair] == losses
-        assert all(same(weights, seen) for _, seen in found), (stage, init)
+        ranks = pool.run(2, trained, form, real, {"stage": stage}, init=init)
+        assert [each for pair in zip(*(record.losses for record in ranks), strict=True) for each in pair] == one.losses
+        assert all(same(record.seen[0], one.seen[0]) for record in ranks), (stage, init)
 
 
 @pytest.mark.parametrize(("form", "real"), [("nf4-nested", False), *longer(("int8", False)), *kinds("nf4-nested")[3:]])
 @pytest.mark.parametrize(
     "more",
     [
-        {"bf16": {"enabled": True}},
+        {"precision": "bf16"},
         *longer(
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-            {"zero": {**TREE["zero"], "recompute": {"policy": "full", "modules": ["Block"]}}},
+            {"section": {"offload_param": {"device": "cpu"}}},
+            {"zero": {**TREE, "recompute": {"policy": "full", "modules": ["Block"]}}},
         ),
     ],
 )
 def test_with_other_settings_the_packed_weights_stay(pool: Pool, form: str, real: bool, more: dict[str, Any]) -> None:
-    frozen = dict(Net(form, real).to("cpu").state_dict())
-    (one,) = pool.run(1, trained, form, real, 3, **more)
-    for losses, weights in pool.run(2, trained, form, real, 3, True, **more):
-        assert losses[0] in one[0]
-        assert same(weights, one[1])
-        assert all(torch.equal(frozen[name], weights[name]) for name in frozen if ".up." in name or ".down." in name)
+    packed = made(form, real).state_dict()
+    (one,) = pool.run(1, trained, form, real, {"stage": 3, **more})
+    for found in pool.run(2, trained, form, real, {"stage": 3, **more}, init=True):
+        assert found.losses[0] in one.losses
+        assert same(found.seen[0], one.seen[0])
+        assert all(torch.equal(packed[name], found.seen[0][name]) for name in packed_names(packed))
 
 
 # --- where the bytes are ------------------------------------------------------------------------------------
@@ -139,11 +144,13 @@ def test_with_other_settings_the_packed_weights_stay(pool: Pool, form: str, real
 def test_bytes_are_those_of_the_format(form: str, real: bool) -> None:
     model = Net(form, real).to("cpu")
     numel, others = 2 * 2 * 2 * WIDTH * WIDTH, (2 * 2 * 4 + 1) * WIDTH * 4  # adapters, and the head
-    frozen = [param for name, param in model.named_parameters() if ".up." in name or ".down." in name]
+    frozen = [model.get_parameter(name) for name in packed_names(dict(model.named_parameters()))]
     packed, more = sum(param.nbytes for param in frozen), sum(each.nbytes for param in frozen for each in beside(param))
     assert packed == (numel if form == "int8" else numel // 2)
-    planned = zero.estimate(model, config(3, 2, **TREE), 2, device="cpu").configured.device.parameters
-    engine = engine_of(model, 3)
+    planned = zero.estimate(
+        model, settings({"stage": 3, "zero": TREE}, 2), 2, device="cpu"
+    ).configured.device.parameters
+    engine = engine_of(model)
     train(engine)
     assert engine.state_nbytes().parameters == planned == packed // 2 + more + others // 2
     sent, send = 0, dist.isend
@@ -155,7 +162,7 @@ def test_bytes_are_those_of_the_format(form: str, real: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", count)
-        train(engine, 3, 4)
+        train(engine, 1)
     engine.destroy()
     # Each block once in the forward and once in the backward, but for the last, which is kept between the two.
     assert sent in (packed // 2 * 2, packed // 2 * 2 - packed // 4)
@@ -164,66 +171,50 @@ def test_bytes_are_those_of_the_format(form: str, real: bool) -> None:
 # --- out and in ---------------------------------------------------------------------------------------------
 
 
-def saved(form: str, real: bool, folder: str) -> dict[str, torch.Tensor]:
-    """Train two steps, save, and train one more; an engine over other random weights loads it and does the same."""
-    engine = engine_of(Net(form, real).to("cpu"), 3)
-    train(engine, 0, 2)
-    engine.save_checkpoint(folder)
+def write(folder: str, engine: Any) -> None:
+    """Beside its checkpoint; what is streamed is what is whole."""
     assert engine.save_16bit_model(folder, "whole.safetensors")
-    train(engine, 2, 3)
-    weights = whole(engine)
-    streamed = {name: value.clone() for name, value in engine.stream_weights()}
-    assert all(torch.equal(streamed[name], weights[name]) for name in streamed)
-    assert streamed.keys() == weights.keys()
-    engine.destroy()
-    return weights
+    assert same({name: value.clone() for name, value in engine.stream_weights()}, whole(engine))
 
 
-def loaded(form: str, real: bool, folder: str, stage: int) -> tuple[Any, Any]:
-    """What a checkpoint, and a state_dict, bring into a model with another base."""
-    other = Net(form, real)
-    for param in other.parameters():
-        param.data.mul_(1.5)
-    before = engine_of(other.to("cpu"), stage)
-    before.load_checkpoint(folder)
-    train(before, 2, 3)
-    resumed = whole(before)
-    before.destroy()
-    other = Net(form, real)
-    for param in other.parameters():
-        param.data.mul_(0.3)
-    engine = engine_of(other.to("cpu"), stage)
-    engine.load_module_state_dict(resumed)
+def loaded(form: str, real: bool, state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """What a state_dict brings into a model with another base, and what that computes."""
+    engine = engine_of(made(form, real, factor=0.3))
+    engine.load_module_state_dict(state)
     again = whole(engine)
     engine.eval()
     with torch.no_grad(), engine.gathered_for_generation():
-        outputs = [engine.module(batch) for batch in batches(1)]
+        outputs = [engine.module(*inputs(number, 0)) for number in range(6)]
     engine.destroy()
-    return resumed, (again, outputs)
+    return again, outputs
 
 
 @every_kind
 def test_what_is_saved_is_whole_and_loads_at_another_world_size(
     pool: Pool, tmp_path: Path, form: str, real: bool
 ) -> None:
+    """Into a model with another base, which goes on as the run that was saved."""
     from safetensors.torch import load_file
 
-    wanted, _ = pool.run(2, saved, form, real, str(tmp_path))
-    model = Net(form, real).to("cpu").eval()
+    folder, json = str(tmp_path), {"stage": 3}
+    wanted = pool.run(2, trained, form, real, json)[0].seen[0]
+    pool.run(2, trained, form, real, json, 2, save=folder, keep=functools.partial(write, folder))
+    model = made(form, real).eval()
     for layer in model.modules():
         layer.support_avx512bf16_for_cpu = False  # it repacks and rounds in eval mode, which an engine forbids
     plain = model.state_dict()
     file = load_file(tmp_path / "whole.safetensors")
     assert file.keys() == plain.keys()  # as bitsandbytes saves it
-    assert all(torch.equal(file[name], plain[name]) for name in plain if ".up." in name or ".down." in name)
+    assert all(torch.equal(file[name], plain[name]) for name in packed_names(plain))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.data.copy_(wanted[name])
+        outputs = [model(*inputs(number, 0)) for number in range(6)]
     for world, stage in ((1, 2), (2, 3)):
-        for resumed, (again, outputs) in pool.run(world, loaded, form, real, str(tmp_path), stage):
-            assert same(resumed, wanted)
-            assert same(again, wanted)
-            with torch.no_grad():
-                for name, param in model.named_parameters():
-                    param.data.copy_(wanted[name])
-                assert outputs == [model(batch) for batch in batches(1)]
+        for record in pool.run(world, trained, form, real, {"stage": stage}, 1, factor=1.5, first=2, load=folder):
+            assert same(record.seen[0], wanted)
+    for again, found in pool.run(2, loaded, form, real, wanted):
+        assert same(again, wanted) and found == outputs
 
 
 # --- as bitsandbytes made them ------------------------------------------------------------------------------
@@ -236,7 +227,7 @@ def test_class_and_attributes_stay(form: str, real: bool) -> None:
     weight = model.blocks[0].up.weight
     kind, shape, attributes = type(weight), weight.shape, set(vars(weight))
     state = getattr(weight, "quant_state", None)
-    engine = engine_of(model, 3)
+    engine = engine_of(model)
 
     def check() -> None:
         assert weight is model.blocks[0].up.weight
@@ -262,7 +253,7 @@ def test_class_and_attributes_stay(form: str, real: bool) -> None:
     engine.destroy()
     check()
     assert type(weight) is kind
-    assert torch.isfinite(model(next(batches(2))))
+    assert torch.isfinite(model(*inputs(0, 0)))
 
 
 @pytest.mark.ranks(2)
@@ -285,7 +276,7 @@ def test_it_is_quantised_where_it_is_built(form: str, real: bool) -> None:
                 model.blocks[-1].to("cpu")
                 model.head(torch.zeros(WIDTH))  # reads another module, so that this one is closed
             wide.append(pending(model.blocks))
-    engine = engine_of(model, 3)
+    engine = engine_of(model)
     weights = whole(engine)
     assert all(torch.equal(plain[name], weights[name]) for name in plain if "head" not in name)
     engine.destroy()
@@ -316,4 +307,4 @@ def test_what_cannot_be_is_said(form: str, what: str, said: str) -> None:
         setattr(layer.weight, what, None)
         layer.quant_state = None
     with pytest.raises(ValueError, match=f"^parameter 'blocks.1.down.weight' {said}"):
-        engine_of(model, 3)
+        engine_of(model)

@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 from recorded_steps import LONG, QUICK, STREAMED, Case, record
-from stream_order import Free, Keep, Launch, Program, Record, Span, Take, Wait, races, sites
+from stream_order import Launch, Program, races, sites
 
 from zero.memory.streams import Streams
 
@@ -65,37 +65,3 @@ def test_each_wait_that_is_left_out_is_found(recorded):
         known = set(races(program, behind))
         missed -= {site for site in missed & sites(program) if set(races(program, {site, *behind})) - known}
     assert missed <= set(REDUNDANT), "say why in REDUNDANT, or record a case that needs them"
-
-
-HALF, WHOLE = Span(1, 0, 4), Span(1, 0, 8)
-WRITE = Launch("main", "a", "write", (), (WHOLE,))
-READ = Launch("main", "b", "read", (HALF,))
-TAKE, AGAIN = Take("main", "a", 1), Take("main", "a", 2)
-A, TO_B, BACK, TO_A = Record("a", 0), Wait("main", "b", 0, "there"), Record("b", 1), Wait("main", "a", 1, "back")
-
-
-@pytest.mark.parametrize(
-    ("program", "wrong"),
-    [
-        ([WRITE, A, TO_B, READ], ""),
-        ([WRITE, READ], "b reads in read what a wrote in write"),
-        ([A, WRITE, TO_B, READ], "b reads in read what a wrote in write"),  # an event that comes too early
-        ([READ, Launch("main", "a", "write", (), (Span(1, 4, 8),))], ""),  # another part
-        ([READ, Launch("main", "a", "read", (HALF,))], ""),
-        ([READ, WRITE], "a writes in write what b read in read"),
-        ([WRITE, A, Wait("main", "main", 0), READ], ""),  # the host has waited, and only then launched
-        ([WRITE, A, Wait("other", "other", 0), READ], "b reads in read what a wrote in write"),
-        ([WRITE, A, Wait("other", "other", 0), Record("other", 5), Wait("main", "main", 5), READ], ""),
-        ([Launch("main", None, "write", (), (WHOLE,)), READ], ""),  # the launch comes after
-        ([READ, Launch("main", None, "write", (), (WHOLE,))], "main writes in write what b read in read"),
-        ([TAKE, A, TO_B, READ, BACK, TO_A, Free(1), AGAIN], ""),
-        ([TAKE, A, TO_B, READ, Free(1), BACK, TO_A, AGAIN], ""),  # soon enough
-        ([TAKE, A, TO_B, READ, Free(1), AGAIN], "the pool of a hands on what b read in read"),
-        ([TAKE, A, TO_B, READ, Free(1), Take("main", "c", 2)], ""),  # another pool
-        ([TAKE, A, TO_B, READ, Keep(1, "b"), Free(1), AGAIN], ""),
-        ([TAKE, A, TO_B, READ, Keep(1, "c"), Free(1), AGAIN], "the pool of a hands on what b read in read"),
-        ([TAKE, READ], "b reads in read what a wrote in the allocator"),
-    ],
-)
-def test_the_checker_finds_what_is_wrong_and_nothing_else(program, wrong):
-    assert races(program) == ([wrong] if wrong else [])

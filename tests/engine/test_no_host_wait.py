@@ -105,14 +105,14 @@ def compare(given: dict[str, Any], plain: dict[str, Any] | None = None) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "precision", "rule"),
-    [(1, "bf16", {}), (2, "fp16", MUON), *longer((0, "fp32", {}), (2, "fp16", {}), (3, "bf16", {}))],
+    [(1, "bf16", {}), (2, "fp16", MUON), *longer((0, "fp32", {}), (3, "bf16", {}))],
 )
 def test_one_rank(stage, precision, rule):
     compare(settings(stage, precision, **rule))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("stage", "rule"), [(2, {}), *longer((1, {}), (3, {}), (2, MUON), (3, MUON))])
+@pytest.mark.parametrize(("stage", "rule"), [(2, {}), *longer((1, {}), (3, MUON))])
 def test_state_that_streams(stage, rule):
     streamed = settings(stage, "fp16", zero_optimization={"stage": stage, "offload_optimizer": GPU}, **rule)
     compare(streamed, settings(stage, "fp16", **rule))
@@ -123,8 +123,7 @@ def test_state_that_streams(stage, rule):
     ("stage", "precision", "rule"),
     [
         (3, "fp16", {}),
-        *longer((1, "fp16", MUON), (0, "bf16", {}), (1, "fp32", {}), (2, "fp16", {}), (3, "bf16", {})),
-        *longer((0, "fp16", MUON), (3, "bf16", MUON), (2, "fp16", NORMUON)),
+        *longer((0, "bf16", {}), (1, "fp32", {}), (3, "bf16", MUON), (2, "fp16", NORMUON)),
     ],
 )
 def test_two_ranks(stage, precision, rule):

@@ -152,11 +152,3 @@ def test_what_contains_itself_is_refused_and_what_stands_twice_is_not():
     with pytest.raises(ValueError, match=f"more than {DEEPEST} containers inside each other"):
         encode(deep, "x")
     assert through_json(deep[0][0]) == deep[0][0]
-
-
-def test_a_form_that_was_never_made_is_refused():
-    scalar = {"$scalar": "|O8", "bytes": "00" * 8}
-    never = [("$tensor", "none"), ("$nonsense", 1), ("$float", "12"), ("$dtype", "load"), ("$device", "moon")]
-    for bad in (scalar, {"$dict": [1]}, {"$set": [[1]]}, *({form: value} for form, value in never)):
-        with pytest.raises(ValueError, match="no value that encode"):
-            decode([bad], {})

@@ -56,22 +56,15 @@ TABLES = {
         {"warmup_max_lr": 3.0, "warmup_num_steps": 8},
         [0, 0, 1, 3 * LOG3, 2, 3 * math.log(5) / math.log(8)],
     ),
-    "1 step is one of 2": ("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 1, **LINEAR}, [0, 0, 0.5, 1, 1]),
     "0 steps, as Trainer fills in": (
         "WarmupLR",
         {"warmup_max_lr": 1.0, "warmup_num_steps": 0, **LINEAR},
         [0, 0, 0.5, 1, 1],
     ),
-    "warmup log of 2 steps": ("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 2}, [0, 0, 1, 1]),
     "decay": (
         "WarmupDecayLR",
         {"total_num_steps": 8, "warmup_max_lr": 1.0, "warmup_num_steps": 4, **LINEAR},
         [0, 0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25, 0, 0],
-    ),
-    "decay to the min rate": (
-        "WarmupDecayLR",
-        {"total_num_steps": 4, "warmup_min_lr": 0.2, "warmup_max_lr": 1.0, "warmup_num_steps": 2, **LINEAR},
-        [0.2, 0.2, 0.6, 1, 0.6, 0.2, 0.2],
     ),
     "cosine": (
         "WarmupCosineLR",
@@ -82,11 +75,6 @@ TABLES = {
         "WarmupCosineLR",
         {**COSINE, "warmup_min_ratio": 0.5, "cos_min_ratio": 0.1},
         [0, 0.4, 0.5, 0.6, 0.7, 0.8 * (0.1 + 0.9 * COS45), 0.44, 0.8 * (0.1 + 0.9 * COS135), 0.08, 0.08],
-    ),
-    "cosine log": (
-        "WarmupCosineLR",
-        {"total_num_steps": 10, "warmup_num_steps": 8},
-        [0, 0, 0.8 / 3, 0.8 * LOG3, 0.8 * 2 / 3],
     ),
     "one cycle": (
         "OneCycle",
@@ -102,11 +90,6 @@ TABLES = {
         "OneCycle",
         {**CYCLE, "cycle_first_step_size": 4, "cycle_second_step_size": 6, **STAIRS},
         [0, 0, 0.5, 0.5, 1, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0, 0],
-    ),
-    "one cycle that does not come down": (
-        "OneCycle",
-        {**CYCLE, "cycle_first_step_size": 4, "cycle_second_step_size": 0},
-        [0, 0.25, 0.5, 0.75, 0, 0],
     ),
     "range test": ("LRRangeTest", RANGE, [0.1, 0.15, 0.2, 0.25, 0.3]),
     "range test in stairs, of a 1 for true": (
@@ -199,28 +182,17 @@ def test_a_schedule_of_torch_by_name():
 
 WRONG = [
     ("WarmupLr", {}, ["scheduler.type", "'WarmupLr'", "did you mean 'WarmupLR'?", "LRRangeTest"]),
-    ("Optimizer", {}, ["scheduler.type", "'Optimizer'"]),
     ("WarmupLR", {"warmup_step": 3}, ["scheduler.params.warmup_step:", "3", "did you mean 'warmup_"]),
     ("WarmupLR", {"warmup_num_steps": -1}, ["scheduler.params.warmup_num_steps:", "at least 0", "got -1"]),
     ("WarmupLR", {"warmup_num_steps": 2.5}, ["scheduler.params.warmup_num_steps:", "integer", "got 2.5"]),
-    ("WarmupLR", {"warmup_num_steps": True}, ["scheduler.params.warmup_num_steps:", "integer", "got True"]),
     ("WarmupLR", {"warmup_max_lr": "1e-3"}, ["scheduler.params.warmup_max_lr:", "number", "'1e-3'"]),
-    ("WarmupLR", {"warmup_max_lr": -1}, ["scheduler.params.warmup_max_lr:", "at least 0", "-1"]),
-    ("WarmupLR", {"warmup_max_lr": float("nan")}, ["scheduler.params.warmup_max_lr:", "a number of at least 0", "nan"]),
     ("WarmupLR", {"warmup_min_lr": [0.1, 0.2]}, ["scheduler.params.warmup_min_lr:", "1", "[0.1, 0.2]"]),
-    ("WarmupLR", {"warmup_min_lr": [None]}, ["scheduler.params.warmup_min_lr[0]:", "None"]),
     ("WarmupDecayLR", {}, ["scheduler.params.total_num_steps:", "WarmupDecayLR needs it", "none"]),
     ("OneCycle", {"cycle_min_lr": 0.1}, ["scheduler.params.cycle_max_lr:", "needs it", "cycle_min_lr"]),
-    ("LRRangeTest", {"lr_range_test_staircase": 2}, ["scheduler.params.lr_range_test_staircase:", "got 2"]),
-    ("OneCycle", {**CYCLE, "cycle_max_mom": [0.9, 0.9]}, ["cycle_max_mom", "[0.9, 0.9]"]),
-    ("OneCycle", {**CYCLE, "cycle_first_step_size": 0}, ["cycle_first_step_size", "got 0"]),
     ("StepLR", {"size": 3}, ["scheduler.params.size:", "did you mean 'step_size'?"]),
-    ("StepLR", {}, ["scheduler.params.step_size:", "StepLR needs it"]),
-    ("CosineAnnealingLR", {"T_max": ""}, ["scheduler.params.T_max: wanted a number, got ''"]),
     ("StepLR", {"step_size": 9, "gamma": "x"}, ["scheduler.params.gamma: wanted a number, got 'x'"]),
     ("StepLR", {"step_size": 0}, ["scheduler.params: StepLR did not accept {'step_size': 0}: ZeroDivisionError"]),
     ("CyclicLR", {"base_lr": 0.1, "max_lr": None}, ["scheduler.params: CyclicLR", "TypeError"]),
-    ("OneCycleLR", {"max_lr": 0.1, "total_steps": -1}, ["scheduler.params:", "OneCycleLR", "-1"]),
 ]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 import logging
 import os
 from typing import Any
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed (it needs Python 3.11)"
 )
 
-STEPS = 8
+STEPS = 6
 VOCABULARY = 64
 KINDS = (pytest.param("gpt2", marks=pytest.mark.long), "llama", "mixtral")
 
@@ -111,7 +110,7 @@ def test_all_stages_have_equal_losses(pool, kind):
     one, two = first = trained(pool, kind, 0)
     assert one.losses[-1] < one.losses[0], "nothing was learnt"
     assert one.losses != two.losses, "ranks saw the same data"
-    for stage in (1, 2, 3):
+    for stage in (1, 2, 3) if kind == "llama" else (3,):
         found = trained(pool, kind, stage)
         assert_same(found, first)
         assert found[0].seen == [kind == "gpt2"], "tied embeddings"
@@ -130,9 +129,9 @@ def test_gradient_checkpointing_changes_no_bit(pool):
 @pytest.mark.parametrize(("kind", "block"), [("llama", "LlamaDecoderLayer"), *longer(("bloom", "BloomBlock"))])
 def test_recomputation_changes_no_bit_though_the_model_keeps_a_cache(pool, kind, block):
     """With a key-value cache, which models have by default: without recomputation, then with."""
-    ways = [{}, {"every": 2}, {"policy": "selective"}, {"policy": "auto", "budget": "20 KB"}]
+    ways = [(0, {"every": 2}), (3, {}), (3, {"policy": "selective"}), (3, {"policy": "auto", "budget": "20 KB"})]
     base = trained(pool, kind, 0)
-    for stage, way in itertools.product((0, 3), ways):
+    for stage, way in ways:
         assert_same(trained(pool, kind, stage, zero={"recompute": {"modules": [block], **way}}), base)
 
 

@@ -1,8 +1,9 @@
-"""Classes stay small enough to be held in the head: few attributes, and an engine of few methods of its own."""
+"""Classes stay small enough to be held in the head, and private names of torch stand in one file."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,3 +101,15 @@ def test_those_of_bases_are_counted() -> None:
     assert with_bases("a.py:C", classes) == {"x", "y"}
     classes["b.py:D"] = ast.parse("class D(B):\n z: int").body[0]
     assert with_bases("b.py:D", classes) == {"x", "y", "z"}
+
+
+PRIVATE_OF_TORCH = re.compile(
+    r"torch\._(?!dynamo|_version__)\w+|\._cdata\b|\._use_count\b|_execution_engine|\._backward_hooks\b(?!\.__)"
+)
+
+
+def test_private_names_of_torch_stand_in_one_file():
+    files = [path for path in ZERO.rglob("*.py") if path.name != "torch_private.py"]
+    lines = [f"{path.name}: {line.strip()}" for path in files for line in path.read_text().splitlines()]
+    assert len(files) > 100
+    assert [line for line in lines if PRIVATE_OF_TORCH.search(line.split("#")[0])] == []

@@ -22,7 +22,6 @@ from adapters import (
     nbytes,
     plain,
     sent,
-    settings,
     train,
     trained_params,
     whole,
@@ -148,37 +147,6 @@ def test_checkpointing_over_a_frozen_base(reentrant: bool) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_merged_weights_leave_an_engine(stage: int) -> None:
-    engine = engine_of(with_lora(llama()), stage)
-    train(engine)
-    with zero.GatheredParameters(engine.module.parameters()):
-        wanted = with_lora(llama())
-        wanted.load_state_dict(engine.module.state_dict())
-    merged = wanted.merge_and_unload().state_dict()
-
-    def merge(name: str, value: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        if ".lora_" in name:
-            return None
-        path, _, kind = name.removeprefix("base_model.model.").rpartition(".base_layer.")
-        if not path:
-            return name.removeprefix("base_model.model."), value
-        layer = engine.module.get_submodule(f"base_model.model.{path}")
-        with zero.GatheredParameters([layer.lora_A.default.weight, layer.lora_B.default.weight]):
-            return f"{path}.{kind}", (value + layer.get_delta_weight("default")).to(value.dtype)
-
-    streamed = {name: value.clone() for name, value in engine.stream_weights(merge=merge)}
-    assert all(streamed[name].equal(value) for name, value in merged.items() if name in streamed)
-    assert set(merged) - set(streamed) == set()
-    with zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
-        unloaded = engine.module.merge_and_unload()
-        here = {name: value.clone() for name, value in unloaded.state_dict().items()}
-    assert here.keys() == merged.keys()
-    assert all(value.equal(merged[name]) for name, value in here.items())
-    engine.destroy()
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_base_answers_while_adapters_are_off(stage: int) -> None:
     """As of a reference model, between the steps and between forward and backward."""
@@ -229,16 +197,3 @@ def test_adapters_of_either_dtype_have_exact_masters(autocast: bool) -> None:
     assert all(losses == found[0][0] for losses, _ in found)
     for _, values in found:
         assert all(value.equal(found[0][1][name]) for name, value in values.items())
-
-
-@pytest.mark.ranks(2)
-def test_the_plan_counts_a_frozen_base() -> None:
-    for stage in range(4):
-        model = with_lora(llama())
-        config = settings(stage, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
-        row = zero.estimate(model, config, 2, device="cpu").configured
-        engine = zero.initialize(model=model, config=config)[0]
-        train(engine, 1)
-        alive = engine.state_nbytes()
-        assert (row.device.parameters, row.device.masters + row.device.moments) == (alive.parameters, alive.optimizer)
-        engine.destroy()

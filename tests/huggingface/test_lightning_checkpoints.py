@@ -1,9 +1,15 @@
-"""The promise: Lightning's checkpoints under ZeroStrategy go on bit for bit, also at another number of ranks."""
+"""The promise: Lightning's checkpoints under ZeroStrategy go on bit for bit, also at another number of ranks.
+
+The script of docs/lightning.md trains as it stands, on every stage, whoever starts its processes.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launching import ROOT
+from marks import longer
+from nodes import environment
+from ports import free_port
+from ranks import Pool
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -31,7 +42,7 @@ def saved(folder: str, **options: Any) -> Any:
 
 
 def interrupted(number: int, folder: str, when: list[str]) -> dict[str, int]:
-    """From each checkpoint of a run with dropout, train on in a new one; checks bits, returns how many went on so."""
+    """From the first and the last checkpoint of a run with dropout, train on, to the same bits; how many there were."""
     from lightning_runs import Resumable, data, seeded, trainer, weights
 
     counts = {}
@@ -44,7 +55,7 @@ def interrupted(number: int, folder: str, when: list[str]) -> dict[str, int]:
         trainer(number, callbacks=[saved(place, **WHEN[name])], **options).fit(net, loader(), data())
         wanted = weights(net)
         found = sorted(Path(place).glob("*.ckpt"))
-        for checkpoint in found:
+        for checkpoint in (found[0], found[-1]):
             other = seeded(dropout=0.3)
             torch.manual_seed(99)  # nothing of now counts
             again = saved(f"{folder}/again {name}", **WHEN[name])
@@ -57,11 +68,13 @@ def interrupted(number: int, folder: str, when: list[str]) -> dict[str, int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world", "number"), [(2, 0), (2, 1), (2, 2), (2, 3), (1, 3)])
-def test_a_run_goes_on_bit_for_bit(pool: Any, tmp_path: Path, world: int, number: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "number", "when"), [(2, 3, ["inside an epoch", "validation"]), (2, 1, ["seldom"]), (1, 3, ["epoch"])]
+)
+def test_a_run_goes_on_bit_for_bit(pool: Any, tmp_path: Path, world: int, number: int, when: list[str]) -> None:
     steps = EPOCHS * 8 // world
     expected = {"epoch": EPOCHS, "validation": steps // 2, "inside an epoch": steps // 3, "seldom": steps // 5}
-    assert pool.run(world, interrupted, number, str(tmp_path), list(WHEN))[0] == expected
+    assert pool.run(world, interrupted, number, str(tmp_path), when)[0] == {name: expected[name] for name in when}
 
 
 def part(number: int, epochs: int, size: int, folder: str, start: str | None) -> list[float]:
@@ -174,3 +187,53 @@ def test_what_cannot_be_saved_is_said(pool: Any, tmp_path: Path) -> None:
     assert kept == "{'odd': 'an odd thing', 'size': 2.5}"
     assert re.search(r"client_state\['callbacks'\]\['.*Keeps'\]\['what'\]: got an Odd; wanted JSON values", callback)
     assert "in the middle of an accumulation window: 1 of 2 micro-batches are in" in window
+
+
+# --- the script of the page ------------------------------------------------------------------------------------------
+
+
+def run(script: str, stage: int, out: str) -> float:
+    """Run it as this rank's own script; the metric of its validation."""
+    argv, sys.argv = sys.argv, [script, str(stage), out]
+    try:
+        trainer = runpy.run_path(script, run_name="__main__")["trainer"]
+    finally:
+        sys.argv = argv
+    value = trainer.callback_metrics["val"].item()
+    trainer.strategy.engine.destroy()
+    return value
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    page = (ROOT / "docs" / "lightning.md").read_text()
+    path = tmp_path / "train.py"
+    path.write_text(re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1])
+    return path
+
+
+def check(value: float, out: Path) -> None:
+    assert value < 1.0, "it starts at 8"
+    assert sorted(path.name for path in out.iterdir()) == ["best.ckpt", "weights.ckpt"]
+    weights = torch.load(out / "weights.ckpt", weights_only=True)["state_dict"]
+    assert {tuple(weight.shape) for weight in weights.values()} == {(64, 64), (64,), (1, 64), (1,)}
+
+
+@pytest.mark.parametrize("stage", [3, *longer(1, 2)])
+def test_the_script_of_the_page(pool: Pool, tmp_path: Path, script: Path, stage: int) -> None:
+    first, second = pool.run(2, run, str(script), stage, str(tmp_path / "out"))
+    assert first == second
+    check(first, tmp_path / "out")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("by_zero", [True, False])
+def test_whoever_starts_its_processes(launchers: Any, tmp_path: Path, script: Path, by_zero: bool) -> None:
+    words, there = (str(script), "3", str(tmp_path / "out")), environment(OMP_NUM_THREADS="1")
+    if by_zero:
+        done = launchers.run("run", "--num_gpus", "2", *words, environment=there, folder=tmp_path)
+    else:
+        how = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 240, "check": False}
+        done = subprocess.run([sys.executable, *words], env=there | {"MASTER_PORT": str(free_port())}, **how)
+    assert done.returncode == 0, done.stderr
+    check(float(re.findall(r"\bval\b[^\d\n]*([\d.]+)", done.stdout)[-1]), tmp_path / "out")

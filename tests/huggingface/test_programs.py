@@ -1,4 +1,4 @@
-"""The promise: TRL's own scripts, unchanged, log and save the same bits on every stage, and after a resume."""
+"""The promise: TRL's scripts have the same bits on every stage and resumed; those of docs/huggingface.md train."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_cases import GRPO, KEPT, STEPS, TRL, logged, run_script, settings, without, words, write_rows
+from huggingface_cases import GRPO, KEPT, STEPS, TRL, logged, run_script, script, settings, without, words, write_rows
 from ranks import Pool
 from safetensors.torch import load_file
 
@@ -24,10 +24,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "peft", "resumed"),
-    [
-        *[("sft", {}, 3), ("dpo", {}, 2), ("grpo", {}, 3)],
-        *[("sft", PEFT, 1), ("dpo", PEFT, 3), ("grpo", PEFT, 2)],
-    ],
+    [("sft", {}, 3), ("dpo", PEFT, 1), ("grpo", {}, 2)],
     ids=lambda value: value if isinstance(value, str) else "LoRA" if value == PEFT else str(value or "whole"),
 )
 def test_a_script_has_the_same_bits_on_all_stages_and_resumed(
@@ -57,3 +54,42 @@ def test_a_script_has_the_same_bits_on_all_stages_and_resumed(
         assert saved_here.keys() == saved.keys()
         assert [key for key, value in saved.items() if not torch.equal(value, saved_here[key])] == []
     assert not (tmp_path / f"{resumed}-resumed/checkpoint-{KEPT}").exists()  # it went on, and did not begin again
+
+
+# --- the scripts of the page -----------------------------------------------------------------------------------------
+
+
+TEXTS = [f"{a}+{b}={a + b}" for a in range(16) for b in range(16)]
+LONG = pytest.mark.long
+PACKED = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: pip install bitsandbytes"
+)
+CASES = [
+    *[("Trainer", 3), ("Accelerate", 2)],
+    *[pytest.param(*case, marks=LONG) for case in (("Trainer", 1), ("PEFT", 3), ("TRL", 2), ("LoRA", 3))],
+    pytest.param("4-bit and 8-bit bases", 3, marks=[LONG, PACKED]),
+]
+
+
+def loss_of(folder: Path, tokenizer_at: Path) -> float:
+    """Of what a script has saved, in plain transformers, over all texts."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_at)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    with torch.no_grad():
+        return model(**batch, labels=labels).loss.item()
+
+
+@pytest.mark.parametrize(("title", "number"), CASES)
+def test_a_script_of_the_page_trains_and_saves(door: Pool, tiny: Path, tmp_path: Path, title: str, number: int) -> None:
+    path, config, out = tmp_path / "train.py", tmp_path / "zero.json", tmp_path / "out"
+    path.write_text(script(title))
+    config.write_text(json.dumps(settings(number)))
+    words = (str(tiny), str(out)) if title == "LoRA" else (str(tiny), str(config), str(out))
+    door.run(2, run_script, str(path), *words)
+    assert loss_of(out, tiny) < loss_of(tiny, tiny) - 0.1
+    if title in ("PEFT", "LoRA"):
+        assert (out / "adapter_model.safetensors").stat().st_size < (tiny / "model.safetensors").stat().st_size / 4

@@ -17,25 +17,26 @@ OPTIMIZER = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "we
 CPU = {"device": "cpu"}
 STAGES = range(4)
 SAVING = {"save_strategy": "steps", "save_steps": 3}  # an epoch has 8 steps at 2 ranks
-every_stage = pytest.mark.parametrize("number", STAGES)
+OFFLOADED = [settings(2, offload_optimizer=CPU), settings(3, offload_optimizer=CPU, offload_param=CPU)]
 
 
-def run_all(model: str, out: str, more: dict[str, Any]) -> list[Any]:
-    """All stages, all with offload, and Trainer as it is."""
-    configs = [settings(number) for number in STAGES]
-    configs += [settings(number, offload_optimizer=CPU) for number in (1, 2, 3)]
-    configs += [settings(3, offload_optimizer=CPU, offload_param=CPU)]
+def run_all(model: str, out: str, configs: list[dict[str, Any]], more: dict[str, Any]) -> list[Any]:
+    """Each of these, and Trainer as it is."""
     every = {"zero": {"reduce_every_micro_batch": True}, "optimizer": OPTIMIZER}
     given = [*({**config, **every} for config in configs), None]
     return [trained(model, f"{out}/{number}", config, **more) for number, config in enumerate(given)]
 
 
-@pytest.mark.parametrize(("world", "accumulation"), [(2, 1), (2, 2), (1, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("world", "accumulation", "configs"),
+    [(2, 1, [*map(settings, STAGES)]), (1, 2, [settings(1), *OFFLOADED])],
+    ids=["two ranks", "one rank, offload"],
+)
 def test_losses_are_the_same_bits_on_all_stages(
-    door: Pool, tiny: Path, tmp_path: Path, world: int, accumulation: int
+    door: Pool, tiny: Path, tmp_path: Path, world: int, accumulation: int, configs: list[dict[str, Any]]
 ) -> None:
     more = {"gradient_accumulation_steps": accumulation}
-    first, *others, plain = door.run(world, run_all, str(tiny), str(tmp_path), more)[0]
+    first, *others, plain = door.run(world, run_all, str(tiny), str(tmp_path), configs, more)[0]
     assert len(first[0]) == 10
     for other in others:
         assert other == first
@@ -46,7 +47,7 @@ def saving(model: str, out: str, number: int, resume: str | None = None, **more:
     return trained(model, out, settings(number), resume, **SAVING, **more)
 
 
-@every_stage
+@pytest.mark.parametrize("number", [0, 3])
 def test_a_resumed_run_has_the_bits_of_one_that_went_through(
     door: Pool, tiny: Path, tmp_path: Path, number: int
 ) -> None:
@@ -58,22 +59,20 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(
     assert (kept / "zero_to_fp32.py").exists()
 
 
-@every_stage
-def test_it_resumes_at_another_number_of_ranks(door: Pool, tiny: Path, tmp_path: Path, number: int) -> None:
+def test_it_resumes_at_another_number_of_ranks(door: Pool, tiny: Path, tmp_path: Path) -> None:
     kept = str(tmp_path / "a" / "checkpoint-3")
-    losses, *_ = door.run(2, saving, str(tiny), str(tmp_path / "a"), number, attention_dropout=0.0)[0]
+    losses, *_ = door.run(2, saving, str(tiny), str(tmp_path / "a"), 3, attention_dropout=0.0)[0]
     more = {"per_device_train_batch_size": 8, "attention_dropout": 0.0}
-    again, *_ = door.run(1, saving, str(tiny), str(tmp_path / "b"), number, kept, **more)[0]
+    again, *_ = door.run(1, saving, str(tiny), str(tmp_path / "b"), 1, kept, **more)[0]
     assert again == pytest.approx(losses, rel=1e-5, abs=0)
 
 
-@every_stage
-def test_the_best_model_is_loaded_at_the_end(door: Pool, tiny: Path, tmp_path: Path, number: int) -> None:
+def test_the_best_model_is_loaded_at_the_end(door: Pool, tiny: Path, tmp_path: Path) -> None:
     """Of the largest loss, so that it is not the last."""
     from safetensors.torch import load_file
 
     best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "greater_is_better": True}
-    _, sums, chosen = door.run(2, saving, str(tiny), str(tmp_path), number, **best)[0]
+    _, sums, chosen = door.run(2, saving, str(tiny), str(tmp_path), 3, **best)[0]
     assert Path(chosen).name == "checkpoint-3"
     saved = load_file(Path(chosen) / "model.safetensors")
     assert sums == {key: (value.double().sum().item(), value.double().norm().item()) for key, value in saved.items()}

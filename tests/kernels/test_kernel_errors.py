@@ -73,38 +73,6 @@ def test_wrong_dtypes_and_moments(take, change, message):
     refused(take, arguments() | change, message)
 
 
-def bad_moments(fmt):
-    good, other = Moment.filled(8, fmt, 0.25), Moment.filled(8, fmt, 0.25)
-    cases = {
-        "short": Moment.filled(7, fmt),
-        "long": Moment.filled(9, fmt),
-        "meta": Moment.filled(8, fmt, device="meta"),
-    }
-    cases["strided"] = Moment(Moment.filled(16, fmt).values[::2], good.scales)
-    cases["released"] = Moment(other.values, other.scales)
-    other.values.untyped_storage().resize_(0)
-    if fmt == "8bit":
-        scales = torch.ones(1)
-        cases["scales released"] = Moment(good.values.clone(), scales)
-        for what, other in (("missing", None), ("short", torch.ones(0)), ("half", torch.ones(1).half())):
-            cases[f"scales {what}"] = Moment(good.values.clone(), other)
-        scales.untyped_storage().resize_(0)
-    return cases
-
-
-@both
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("fmt", ["fp32", "bf16", "8bit"])
-def test_bad_moments(take, fmt, index):
-    name = ("exp_avg", "exp_avg_sq")[index]
-    for what, bad in bad_moments(fmt).items():
-        made = arguments(fmt)
-        moments = list(made["moments"])
-        moments[index] = bad
-        message = f"^scales of {name}: got" if what.startswith("scales") else f"^{name}: got"
-        refused(take, made | {"moments": tuple(moments)}, message)
-
-
 @both
 def test_a_remainder_wants_its_bf16_parameter(take):
     made = arguments(remainder=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kernel_cases import bits, numbers
 
 from zero.kernels.formulas import Lion
-from zero.kernels.moments import BLOCK, FORMATS, Moment, blocks_of, mix64, random_bits
+from zero.kernels.moments import BLOCK, FORMATS, Moment, blocks_of, random_bits
 from zero.kernels.remainder import join, round_bf16, split
 from zero.kernels.step import step
 
@@ -70,22 +70,6 @@ def test_the_compiled_step_splits_and_joins_every_pattern_as_the_reference(isa):
 
 
 # Random bits.
-
-
-def plain_bits(index, key, step):
-    """The definition, in Python integers."""
-    seed = mix64((key * 0x9E3779B97F4A7C15 + step) % 2**64)
-    x = (mix64((seed + index // BLOCK) % 2**64) + index % BLOCK * 0x9E3779B9) % 2**32
-    x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
-    x = (x ^ (x >> 15)) * 0x846CA68B % 2**32
-    return x ^ (x >> 16)
-
-
-@given(st.integers(0, 2**63 - 1), st.integers(1, 2**63 - 1), st.integers(0, 2**50), st.integers(0, 600))
-@settings(max_examples=50, deadline=None)
-def test_random_bits_are_those_of_the_definition(key, step, block, numel):
-    made = random_bits(numel, key=key, step=step, first=block * BLOCK)
-    assert made.tolist() == [plain_bits(block * BLOCK + i, key, step) for i in range(numel)]
 
 
 # Moments.

@@ -14,7 +14,7 @@ from models import config, make_net
 from scenario import run, same
 
 import zero
-from zero.monitor.timeline import MESSAGES, TimeSpan, exposed, kernel_spans, summary
+from zero.monitor.timeline import exposed, kernel_spans
 
 VERBS = {"gather", "reduce", "sum", "update", "release"}
 EVERYTHING = {
@@ -56,13 +56,6 @@ def test_a_trace_names_units_and_verbs_and_changes_no_number(tmp_path: Path) -> 
 
 @pytest.mark.long
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_so_it_is_at_other_stages(stage: int, tmp_path: Path) -> None:
-    check(stage, tmp_path, {"gather", "reduce", "sum", "update"})
-
-
-@pytest.mark.long
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_what_moves_off_the_device_has_names_too(device: str, tmp_path: Path) -> None:
     where = {"device": device, "nvme_path": str(tmp_path)}
@@ -81,20 +74,6 @@ def test_what_moves_off_the_device_has_names_too(device: str, tmp_path: Path) ->
 def test_steps_that_are_none_are_refused(section: dict[str, Any], said: str) -> None:
     with pytest.raises(zero.ConfigError, match=said):
         zero.initialize(model=make_net(), config=config(0, 1, zero={"profile": section}))
-
-
-def test_a_span_inside_another_is_taken_from_it() -> None:
-    spans = [
-        TimeSpan("main", "wait gather a", 2.0, 3.0),
-        TimeSpan("main", "gather a", 1.5, 4.0),
-        TimeSpan("main", "forward", 0.0, 10.0),
-        TimeSpan("main", "update a", 10.0, 12.0),
-        TimeSpan(MESSAGES, "gather a", 1.0, 3.0),
-        TimeSpan(MESSAGES, "reduce a", 2.0, 3.0),
-    ]
-    sums = summary(spans)
-    assert sums["main"] == {"compute": 7.5, "gather": 1.5, "waits": 1.0, "update": 2.0}
-    assert sums[MESSAGES] == {"gather": 2.0, "reduce": 1.0}
 
 
 def event(name: str, begin: int, end: int, stream: int, kind: Any = torch.autograd.DeviceType.CUDA) -> SimpleNamespace:

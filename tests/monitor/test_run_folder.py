@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,11 @@ import torch
 import torch.distributed as dist
 from launching import ROOT
 from models import config, make_net, share
+from ranks import listening
 
 import zero
 from zero.log import logger
-from zero.monitor.monitor import _Writer
 from zero.tools.report.written_run import read
-from zero.watchdog.hang_report import Phase
-from zero.watchdog.rank_status import RankStatus
 
 
 def lines(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
@@ -58,16 +54,6 @@ def on_rank(folder: Path, steps: int) -> list[float]:
     return losses
 
 
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    texts: list[str] = []
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: texts.append(record.getMessage())
-    logger.addHandler(listener)
-    yield texts
-    logger.removeHandler(listener)
-
-
 def test_every_rank_writes_its_steps(pool: Any, tmp_path: Path):
     every = pool.run(2, on_rank, tmp_path, 3)
     mean = [sum(pair) / 2 for pair in zip(*every, strict=True)]
@@ -96,20 +82,17 @@ def test_every_rank_writes_its_steps(pool: Any, tmp_path: Path):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("locks", [True, False])
 def test_a_second_engine_writes_beside_the_first(tmp_path, monkeypatch, locks):
-    rank, texts = dist.get_rank(), []
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: texts.append(record.getMessage())
-    logger.addHandler(listener)
+    rank = dist.get_rank()
     if not locks:  # as on some file systems
         monkeypatch.setattr(fcntl, "lockf", lambda *args: os.close(-1))
     path, beside = tmp_path / "run", tmp_path / "run-2"
-    first, _ = train(path, 1)
-    second, _ = train(path, 2)
-    first.destroy()
-    again, _ = train(path, 3)  # goes on
-    second.destroy()
-    again.destroy()
-    logger.removeHandler(listener)
+    with listening() as texts:
+        first, _ = train(path, 1)
+        second, _ = train(path, 2)
+        first.destroy()
+        again, _ = train(path, 3)  # goes on
+        second.destroy()
+        again.destroy()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run", "run-2"]
     assert events(path, rank) == ["start", "step", "end", "start", "step", "step", "step", "end"]
     assert events(beside, rank) == ["start", "step", "step", "end"]
@@ -159,28 +142,12 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     assert step["loss"] is None and step["norm"] is None and step["skipped"] is True
 
 
-def test_a_full_disk_is_one_warning(tmp_path, said):
+def test_a_full_disk_is_one_warning(tmp_path):
     (tmp_path / "rank-0.jsonl").symlink_to("/dev/full")
-    assert len(on_rank(tmp_path, 3)) == 3 and len(said) == 1
+    with listening() as said:
+        assert len(on_rank(tmp_path, 3)) == 3
+    assert len(said) == 1
     assert said[0].startswith("zero.report: nothing more is written there, and the run goes on: OSError")
-
-
-def test_what_a_rank_does_now_is_told_when_it_changes():
-    status = RankStatus(0)
-    writer = _Writer(status)
-    assert writer._phase().line()["phase"] == "outside"
-    assert writer._phase().line() is None, "as before"
-    status.phase = Phase.BACKWARD
-    assert writer._phase().line()["phase"] == "backward"
-
-
-def test_a_run_without_report_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1))
-    engine.backward(engine(*share(0)))
-    engine.step()
-    engine.destroy()
-    assert list(tmp_path.iterdir()) == []
 
 
 OUTLIVED = """

@@ -6,7 +6,6 @@ What a process holds is read from its page table (/proc/self/smaps), for the ran
 from __future__ import annotations
 
 import gc
-import mmap
 import re
 import subprocess
 import sys
@@ -18,8 +17,16 @@ import torch
 from marks import longer
 
 from zero.memory.available import available_nbytes, host_available
-from zero.memory.host_bytes import MIB, PAGE, HostBytes, host_table
+from zero.memory.host_bytes import (
+    MIB,
+    PAGE,
+    HostBytes,
+    host_table,
+)
 from zero.memory.pinned_arena import PinnedArena, check_room
+from zero.plan.layout import make_layout
+from zero.plan.placement import Placement, Where, place
+from zero.plan.units import ParamSpec, UnitPlan
 
 CPU = torch.device("cpu")
 LINUX = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="what a process holds is read from /proc")
@@ -43,41 +50,6 @@ def smaps(text: str, start: int, stop: int) -> dict[str, int]:
 
 def held(address: int, nbytes: int) -> dict[str, int]:
     return smaps(Path("/proc/self/smaps").read_text(), address, address + nbytes)
-
-
-def anonymous() -> int:
-    """Bytes that the whole process holds and no file backs."""
-    return smaps("0-1 \n" + Path("/proc/self/smaps_rollup").read_text().partition("\n")[2], 0, 1)["Anonymous"]
-
-
-def alone(nbytes: int) -> tuple[PinnedArena, int]:
-    """An arena with a mapping of its own, and by how much the process grew: neighbours of one kind become one mapping.
-
-    Such a neighbour may be of an earlier test in this process.
-    """
-    between: list[object] = []
-    for _ in range(8):
-        between.append(mmap.mmap(-1, mmap.PAGESIZE))  # of another kind: it parts what lies next to it
-        before = anonymous()
-        arena = PinnedArena(nbytes, CPU, pinned=True)
-        growth = anonymous() - before
-        if f"\n{arena.address:x}-{arena.address + arena.nbytes:x} " in Path("/proc/self/smaps").read_text():
-            return arena, growth
-        between.append(arena)
-    raise AssertionError("each of 8 arenas was joined with a neighbour")
-
-
-@LINUX
-@pytest.mark.parametrize("nbytes", [1, PAGE, 3 * MIB + 1, 65 * MIB + 5])
-def test_an_arena_grows_the_process_by_what_it_says(nbytes: int) -> None:
-    gc.collect()
-    arena, growth = alone(nbytes)
-    assert arena.nbytes == -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE  # and no power of two
-    pages = held(arena.address, arena.nbytes)
-    assert pages["Size"] == pages["Rss"] == pages["Private_Dirty"] == arena.nbytes
-    assert pages["Rss"] + pages["Swap"] == pages["Anonymous"]
-    if nbytes > 32 * MIB:  # else what the interpreter takes meanwhile is in the way
-        assert abs(growth - nbytes) <= 0.03 * nbytes
 
 
 @LINUX
@@ -237,18 +209,6 @@ def test_limits_of_cgroups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert host_available(hosted(tmp_path, cgroup, groups)) == left
 
 
-@pytest.mark.parametrize("mounted", ["/", "/docker/abc"])
-def test_limits_of_cgroups_of_version_1_count(tmp_path: Path, mounted: str) -> None:
-    cgroup = "5:cpu,cpuacct:/elsewhere\n4:memory:/docker/abc/step\n1:name=systemd:/x\n0::/unrelated\n"
-    root, inside = hosted(tmp_path, cgroup, {}), "/docker/abc" if mounted == "/" else ""
-    for folder, limit in ((f"{inside}/step", 9223372036854771712), (inside, 7000000)):
-        base = root / f"sys/fs/cgroup/memory{folder}"
-        write(base / "memory.limit_in_bytes", f"{limit}\n")
-        write(base / "memory.usage_in_bytes", "4000000\n")
-        write(base / "memory.stat", "inactive_file 1\ntotal_inactive_file 500000\ntotal_active_file 500000\n")
-    assert host_available(root) == 4000000
-
-
 # An engine.
 
 PROGRAM = """
@@ -301,3 +261,25 @@ def test_the_log_says_what_the_process_grows_by(what: str) -> None:
     grown = int(re.findall(r"grown by (\d+)", done.stdout)[0]) / 2**20
     assert said > 150
     assert grown == pytest.approx(said, rel=0.03)
+
+
+# Where the state of each unit rests: whole units, the first ones on the device, no more than was allowed.
+
+
+def units_of(*numels: int) -> list[UnitPlan]:
+    specs = [ParamSpec(f"{index}.weight", numel, "bf16", True, 0) for index, numel in enumerate(numels)]
+    return [UnitPlan(spec.name, "", (spec,), make_layout({spec.name: spec.numel}, 2)) for spec in specs]
+
+
+def test_whole_units_stay_on_the_device_as_far_as_ratio_and_room_allow() -> None:
+    device, host, file = Where.DEVICE, Where.HOST, Where.FILE
+    units = units_of(320, 320, 320, 320)
+    assert place(units, 2, host, device) == [Placement(host, device)] * 4
+    # 160 elements of a shard may stay in memory.
+    wanted = [Placement(device, host), Placement(device, file), Placement(host, file), Placement(host, file)]
+    assert place(units, 2, host, file, ratio=0.5, max_in_cpu=160) == wanted
+    # A quarter and a bit on the device: one unit fits, two do not.
+    assert [each.optimizer for each in place(units, 2, file, device, ratio=0.7)] == [device, file, file, file]
+    # The first one is too large for a half; the others go on the device in its place as long as there is room.
+    wide = units_of(3200, 320, 320, 320)
+    assert [each.optimizer for each in place(wide, 2, host, device, ratio=0.8)] == [host, device, device, host]

@@ -6,12 +6,9 @@ without offload. Where it says so, copies are made between two memories as with 
 
 from __future__ import annotations
 
-import copy
-import io
 import logging
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,181 +16,14 @@ import torch
 import torch.distributed as dist
 from marks import longer
 from models import config, make_net, share, step
-from offload_cases import BOTH, CPU, HALF, OPTIMIZER, PARAMS, as_on_a_gpu, same, slow_down
+from offload_cases import BOTH, HALF, OPTIMIZER, PARAMS, as_on_a_gpu, same, slow_down
 from ranks import listening
 from torch import nn
 
 import zero
-from zero import utils
 from zero.config import ConfigError, load
 
 Found = list[torch.Tensor]
-
-
-def params(engine: Any) -> list[nn.Parameter]:
-    return list(engine.module.parameters())
-
-
-def saved(engine: Any) -> Found:
-    kept = io.BytesIO()
-    torch.save(engine.module, kept)
-    kept.seek(0)
-    return [param.detach() for param in torch.load(kept, weights_only=False).parameters()]
-
-
-def by_threads(engine: Any) -> Found:
-    found: list[Any] = [None] * 4
-
-    def read(index: int) -> None:
-        found[index] = [param.detach().clone() for param in params(engine)]
-
-    readers = [threading.Thread(target=read, args=(index,)) for index in range(4)]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-    assert all(same(found[0], other) for other in found)
-    return found[0]
-
-
-def average(engine: Any) -> Found:
-    """An exponential moving average over `param.data`, on this rank only."""
-    kept = engine.__dict__.setdefault("_test_average", [torch.zeros(param.shape) for param in params(engine)])
-    for mean, param in zip(kept, params(engine), strict=True):
-        mean.mul_(0.9).add_(param.data, alpha=0.1)
-    return [mean.clone() for mean in kept]
-
-
-@torch.inference_mode()
-def in_inference_mode(engine: Any) -> Found:
-    return [param.sum().clone() for param in params(engine)]
-
-
-READS: list[Callable[[Any], Found]] = [
-    lambda engine: [param.norm().detach() for param in params(engine)],
-    lambda engine: [value.clone() for value in engine.module.state_dict().values()],
-    lambda engine: [param.detach().clone() for param in copy.deepcopy(engine.module).parameters()],
-    lambda engine: [torch.from_numpy(param.detach().numpy().copy()) for param in params(engine)],
-    lambda engine: [norm.detach() for norm in torch._foreach_norm(params(engine))],
-    lambda engine: [nn.utils.parameters_to_vector(params(engine)).detach()],
-    lambda engine: [nn.functional.linear(torch.ones(1, 12), engine.module.head.weight).detach()],
-    lambda engine: [engine.module.blocks[1](torch.ones(1, 12)).detach()],
-    saved,
-    by_threads,
-    average,
-    in_inference_mode,
-]
-
-
-@torch.no_grad()
-def write(engine: Any) -> Found:
-    engine.module.head.bias.copy_(torch.full((17,), 0.5))
-    nn.init.constant_(engine.module.blocks[1].norm.weight, 0.9)
-    torch._foreach_mul_(list(engine.module.blocks[0].parameters()), 0.99)
-    engine.module.norm.weight.data = engine.module.norm.weight.data * 0.9
-    return []
-
-
-def write_all(engine: Any) -> Found:
-    engine.module.load_state_dict({name: value * 0.9 for name, value in engine.module.state_dict().items()})
-    return []
-
-
-def state(engine: Any) -> Found:
-    """Full and local access to a parameter, its state and its gradient; numbers, too."""
-    param, other = params(engine)[1], params(engine)[5]
-    found = [utils.safe_get_full_fp32_param(param), utils.safe_get_full_optimizer_state(other, "exp_avg")]
-    found += [utils.safe_get_local_fp32_param(other), utils.safe_get_local_optimizer_state(param, "exp_avg_sq")]
-    found.append(torch.tensor(utils.safe_get_full_optimizer_state(param, "step")))
-    utils.safe_set_full_fp32_param(param, found[0] * 0.9)
-    utils.safe_set_full_optimizer_state(other, found[1] * 0.5, "exp_avg")
-    utils.safe_set_local_fp32_param(other, found[2] * 0.5)
-    utils.safe_set_full_optimizer_state(param, 1, "step")
-    return found
-
-
-def gathered(engine: Any) -> Found:
-    with zero.GatheredParameters(params(engine), modifier_rank=0):
-        found = [param.detach().clone() for param in params(engine)]
-        if dist.get_rank() == 0:
-            with torch.no_grad():
-                engine.module.head.weight.mul_(0.5)
-    return found
-
-
-def grads(engine: Any) -> Found:
-    """Gradients are read and replaced while the update of the step before may still run."""
-    engine.backward(engine(*share(50)))
-    param = params(engine)[1]
-    found = [utils.safe_get_full_grad(param)]
-    utils.safe_set_full_grad(param, found[0] * 2)
-    engine.step()
-    return found
-
-
-def offload(engine: Any) -> Found:
-    if engine.config["zero_optimization"].get("offload_param") is None:
-        engine.offload_states()
-        engine.reload_states()
-    return []
-
-
-def evaluated(engine: Any) -> Found:
-    with torch.no_grad():
-        return [engine(*share(60))]
-
-
-def loaded(engine: Any) -> Found:
-    engine.load_module_state_dict({name: value * 0.5 for name, value in engine.module_state_dict().items()})
-    return list(engine.module_state_dict().values())
-
-
-COLLECTIVE = [state, gathered, grads, offload, evaluated, loaded]
-
-
-def run(stage: int, places: dict[str, Any], between: Callable[[Any], Found], ranks: int, more: dict[str, Any]) -> Found:
-    """Two steps, with `between` after each on the first `ranks` ranks: all that is found, and the parameters."""
-    section = {"zero_optimization": {"stage": stage, **places}}
-    engine, *_ = zero.initialize(model=make_net(), config=config(stage, dist.get_world_size(), **section, **more))
-    slow_down(engine)
-    found = []
-    for number in range(2):
-        found.append(step(engine, number))
-        if dist.get_rank() < ranks:
-            found += [value.clone() for value in between(engine)]
-    found += [value.clone() for value in engine.module_state_dict().values()]
-    engine.destroy()
-    return found
-
-
-def differing(stage: int, places: dict[str, Any], apart: bool, bf16: bool, group: str) -> list[int]:
-    """Indices of what, done between steps, gives other bits than without offload."""
-    cases = {"reads": READS, "reads of rank 0": READS, "writes": [write, write_all], "collectives": COLLECTIVE}[group]
-    more = {"bf16": {"enabled": bf16}}
-    ranks = 1 if group == "reads of rank 0" else 2
-    wrong = []
-    for index, between in enumerate(cases):
-        plain = run(stage, {}, between, ranks, more)
-        with as_on_a_gpu(apart):
-            if not same(plain, run(stage, places, between, ranks, more)):
-                wrong.append(index)
-    return wrong
-
-
-@pytest.mark.parametrize(
-    ("stage", "places", "apart", "bf16", "group"),
-    [
-        (1, OPTIMIZER, False, False, "reads"),
-        (2, HALF, True, False, "reads of rank 0"),
-        (1, OPTIMIZER, True, True, "writes"),
-        (3, BOTH, False, True, "collectives"),
-        (3, PARAMS, True, False, "collectives"),
-        *longer((2, OPTIMIZER, False, False, "writes"), (1, HALF, True, True, "collectives")),
-        *longer((2, OPTIMIZER, False, True, "collectives")),
-    ],
-)
-def test_what_happens_between_steps(pool, stage, places, apart, bf16, group):
-    assert pool.run(2, differing, stage, places, apart, bf16, group) == [[], []]
 
 
 def trained(stage: int, places: dict[str, Any], kind: str, more: dict[str, Any]) -> Found:
@@ -385,10 +215,3 @@ def test_places_that_a_stage_cannot_use_are_errors(section, path):
         load({"train_batch_size": 1, "zero_optimization": section}, 1)
     assert raised.value.errors[0].startswith(f"{path}: got 'cpu' with zero_optimization.stage")
     assert "set the stage to" in raised.value.errors[0]
-
-
-def test_old_names_of_places():
-    old = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True, "cpu_offload_use_pin_memory": False}
-    found = load({"train_batch_size": 1, "zero_optimization": old, "zero_force_ds_cpu_optimizer": True}, 1)
-    section = found.zero_optimization
-    assert (section.offload_optimizer.device, section.offload_param.device) == (CPU["device"], CPU["device"])

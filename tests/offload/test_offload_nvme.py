@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import pytest
 import torch.distributed as dist
 from models import Net, config, make_net, step
 from ranks import Pool, said_by
-from scenario import run, same
+from scenario import run
 
 import zero
 from zero.config import ConfigError
@@ -65,18 +64,6 @@ def test_files_have_no_name_and_their_number_stays(tmp_path: Path) -> None:
     gc.collect()
     assert len(set(opened)) == 1 and opened[0] > 0
     assert descriptors(folder) == []
-
-
-@LINUX
-@pytest.mark.ranks(1)
-def test_a_folder_that_vanishes_changes_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "gone"
-
-    def vanish(engine: Any, number: int) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-    found = run("net", {"stage": 3, "section": section_of(folder)}, 4, watch=vanish)
-    assert same(found, run("net", 3, 4))
 
 
 def failed(folder: str, kind: str, how: str, rank_at_fault: int) -> tuple[list[str], str, str]:

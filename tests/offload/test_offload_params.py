@@ -1,40 +1,34 @@
 """The promise: parameters off the device change no number, whatever the knobs, the model and what a script does.
 
-Each run is compared, bit by bit, with the same one without offload. What is read from a file is read ahead.
+Each run is compared, bit by bit, with the same one without offload. What is read from a file is read ahead. The device
+holds gathered units and nothing else of them.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from marks import longer
+from marks import each_once, longer
 from matrix_models import UNITS, build, inputs, loss_of
 from models import batch, config, make_net, step
-from scenario import Model, differences, run
+from scenario import Model, differences, run, settings
 from stages import build as build_kind
 from test_hostile_models import Checkpointed, by_engine, with_evaluation
+from test_init_memory import Census
 from torch import nn
 
 import zero
-from zero.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-)
+from zero.plan.memory import StateBytes
 
 CPU = {"device": "cpu"}
 STATE = {"offload_optimizer": CPU}
 BOTH = {**STATE, "offload_param": CPU}
-GATHERED = {"stage3_gather_16bit_weights_on_model_save": True}
 BLOCKS = 6
 
 
@@ -65,8 +59,8 @@ KNOBS = [
 
 @pytest.mark.ranks(2)
 def test_bits_under_every_knob(tmp_path: Path) -> None:
-    sections = [{**STATE, **files(tmp_path), **knob} for knob in KNOBS]
-    sections += [{**BOTH, **KNOBS[-1]}, {**STATE, **files(tmp_path, buffer_count=1)}]
+    sections = [{**STATE, **files(tmp_path, buffer_count=1), **knob} for knob in KNOBS]
+    sections += [{**BOTH, **KNOBS[-1]}]
     assert unlike("net", sections, {"accumulation": 2, "gradient_clipping": 0.5}) == []
 
 
@@ -122,67 +116,6 @@ def test_another_order_than_foretold_waits_for_nobody(tmp_path: Path) -> None:
 # What a script does between steps, right behind a step whose updates may still run.
 
 
-def read_and_written(engine: Any, number: int) -> list[Any]:
-    found, first, head = [], engine.module.blocks[0].up, engine.module.head
-    if number == 0:
-        with zero.GatheredParameters([first.weight, head.bias]):
-            found += [first.weight.tolist(), head.bias.tolist()]
-        with zero.GatheredParameters(first.weight, modifier_rank=0), torch.no_grad():
-            if dist.get_rank() == 0:
-                first.weight[1:3] *= 2
-        with zero.GatheredParameters(head.weight, modifier_rank=0):
-            nn.init.constant_(head.weight, 0.25)
-    if number == 1:
-        moment = safe_get_full_optimizer_state(head.bias, "exp_avg")
-        found += [safe_get_full_fp32_param(first.weight).tolist(), moment.tolist()]
-        found.append(safe_get_local_fp32_param(head.weight).tolist())
-        safe_set_full_optimizer_state(head.bias, moment + 1, "exp_avg")
-        safe_set_full_fp32_param(head.bias, torch.arange(17.0) / 64)
-        safe_set_local_fp32_param(first.bias, safe_get_local_fp32_param(first.bias) * 3)
-    if number == 2:
-        engine.load_module_state_dict({name: value * 0.5 for name, value in engine.module_state_dict().items()})
-    return found
-
-
-def saved(folder: Path, engine: Any, number: int) -> list[Any]:
-    """Evaluations, and a model written right behind a step."""
-    engine.eval()
-    with torch.no_grad():
-        found: list[Any] = [engine(*batch(index, 2)).item() for index in range(3)]
-    engine.train()
-    assert engine.save_16bit_model(folder, "whole.bin")
-    dist.barrier()
-    found += [(name, value.tolist()) for name, value in torch.load(folder / "whole.bin").items()]
-    dist.barrier()
-    return found
-
-
-def refused(engine: Any, number: int) -> None:
-    """Values that are away are not shown, and a change that would be lost is told."""
-    weight = engine.module.head.weight
-    with pytest.raises(RuntimeError, match=r"parameter 'head.weight' is released"):
-        weight.sum()
-    lost = r"head.weight.*changed inside GatheredParameters without modifier_rank"
-    with pytest.raises(RuntimeError, match=lost), zero.GatheredParameters(weight), torch.no_grad():
-        weight.zero_()
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("way", "world", "precision"),
-    [
-        *((read_and_written, 1, "fp32"), (read_and_written, 2, "bf16"), (saved, 2, "bf16")),
-        *longer((read_and_written, 1, "bf16"), (read_and_written, 2, "fp32"), (saved, 1, "fp32")),
-        (refused, 2, "fp32"),  # one rank without offload has everything
-    ],
-)
-def test_use_between_steps(tmp_path: Path, way: Callable[..., Any], world: int, precision: str) -> None:
-    watch = functools.partial(saved, tmp_path) if way is saved else way
-    state_in_files = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    sections = [{"offload_param": CPU}, files(tmp_path), {**files(tmp_path), **STATE}, state_in_files]
-    assert unlike("net", sections, {"precision": precision, "section": GATHERED}, steps=4, watch=watch) == []
-
-
 def built(way: dict[str, Any] | None) -> nn.Module:
     if way is None:
         return make_net()
@@ -220,7 +153,7 @@ def test_as_many_elements_stay_in_memory_as_may(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("world", "state"), [(2, STATE), *longer((1, {}), (1, STATE), (2, {}))])
+@pytest.mark.parametrize(("world", "state"), [(2, STATE), *longer((1, {}))])
 def test_the_next_read_starts_before_the_compute_ends(tmp_path: Path, world: int, state: dict[str, Any]) -> None:
     """In the third forward; in the first nobody knows what comes."""
     section = {"stage": 3, "stage3_prefetch_bucket_size": 1, **state, **files(tmp_path, buffer_count=3)}
@@ -239,3 +172,73 @@ def test_the_next_read_starts_before_the_compute_ends(tmp_path: Path, world: int
     assert len(reads) >= BLOCKS - 3  # some may have stayed in a slot
     assert all(events.index(f"read blocks.{at}") < events.index(f"end blocks.{at - 1}") for at in reads)
     engine.destroy()
+
+
+# --- what is on the device -------------------------------------------------------------------------------------------
+
+
+WIDTH, LAYERS = 96, 12
+UNIT_NBYTES = 4 * WIDTH * WIDTH
+
+
+class Layer(nn.Linear):
+    """A unit of one square weight."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+
+
+class Device(Census):
+    """Counts storages that are not in the engine's host memory: on this machine, what a device would hold."""
+
+    arena: tuple[int, int] = (0, 0)
+
+    def count(self) -> int:
+        first, last = self.arena
+        tensors = [found for reference in self._old if (found := reference()) is not None] + self._tensors()
+        with torch._C.DisableTorchFunctionSubclass():
+            held = {found.untyped_storage()._cdata: found.untyped_storage() for found in tensors}
+            return sum(each.nbytes() for each in held.values() if not first <= each.data_ptr() < last)
+
+
+def built_of_layers(cut: dict[str, Any] | None) -> nn.Sequential:
+    torch.manual_seed(4)
+    if cut is None:
+        return nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    with zero.Init(remote_device=cut["device"]):
+        return nn.Sequential(*(Layer() for _ in range(LAYERS)))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "init"), each_once([1, 2], [False, True]))
+def test_only_gathered_units_are_on_the_device(tmp_path: Any, world: int, init: bool) -> None:
+    """Storages at rest, and what the engine says of each moment of a step."""
+    file = {"device": "nvme", "nvme_path": str(tmp_path)}
+    filed = {"offload_param": {**file, "max_in_cpu": 0}, "offload_optimizer": file}
+    for section in {"offload_param": CPU, "offload_optimizer": CPU}, filed:
+        census = Device()
+        start = census.count()
+        model = built_of_layers(section["offload_param"] if init else None)
+        json = {"stage": 3, "section": {"stage3_prefetch_bucket_size": 1, **section}, "zero": {"units": ["Layer"]}}
+        engine = zero.initialize(model=model, config=settings(json, world))[0]
+        arena = engine._sharded.offload._arena
+        census.arena = (arena.address, arena.address + arena.nbytes)
+        gc.collect()
+        assert census.count() - start < UNIT_NBYTES / 8, "something of the model stayed on the device"
+        assert engine.state_nbytes() == StateBytes(0, 0, 0)
+        during: list[int] = []
+
+        def look(*_: Any, engine: Any = engine, during: list[int] = during) -> None:
+            during.append(engine.state_nbytes().parameters)
+
+        for layer in model:
+            layer.register_forward_hook(look)
+            layer.register_full_backward_hook(look)
+        for index in range(3):
+            engine.backward(engine(torch.ones(2, WIDTH) * index).square().mean())
+            engine.step()
+        gc.unfreeze()
+        engine.destroy()
+        assert len(during) == 3 * 2 * LAYERS
+        # In use, the next, and one that is about to go.
+        assert UNIT_NBYTES <= max(during) <= 3 * UNIT_NBYTES

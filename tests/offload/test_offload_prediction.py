@@ -8,11 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.sizes.timeline import DEVICE, DRIVE, HOST, Pace, UnitTimes, predict
+from zero.sizes.timeline import DEVICE, Pace, UnitTimes, predict
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -38,22 +37,6 @@ def test_between_the_slowest_worker_and_the_sum(units: list[UnitTimes], norm: fl
     assert found.step >= found.busy["read"] + found.busy["write"], "one drive does both"
     assert found.step <= all_of(units, norm) + 1e-9
     assert found.wait == found.step - found.busy[DEVICE]
-
-
-@settings(deadline=None)
-@given(unit=st.builds(UnitTimes, *[SECONDS] * 15), norm=SECONDS)
-def test_one_unit_overlaps_nothing(unit: UnitTimes, norm: float) -> None:
-    """Its parameters are there from the forward to the backward, its gradient has gone before its state is read."""
-    none = dict.fromkeys(("fetch", "stay", "read", "write", "regather", "back"), 0.0)
-    unit = unit._replace(**none, down=unit.down + norm)
-    assert predict([unit], norm).step == pytest.approx(sum(unit))  # the norm is taken while the gradient goes
-
-
-@settings(deadline=None)
-@given(units=UNITS, norm=SECONDS)
-def test_nothing_off_the_device_is_the_sum(units: list[UnitTimes], norm: float) -> None:
-    here = [UnitTimes(forward=unit.forward, backward=unit.backward, stay=unit.stay) for unit in units]
-    assert predict(here, norm).step == norm + sum(sum(unit) for unit in here)
 
 
 def test_updates_hide_behind_the_next_forward_unit_by_unit() -> None:
@@ -86,10 +69,3 @@ def test_fetches_run_one_use_ahead() -> None:
     units = [UnitTimes(forward=10.0, backward=10.0, fetch=4.0)] * 4
     assert predict(units).step == 4 + 8 * 10, "each but the first is fetched while the one before it is used"
     assert predict([unit._replace(fetch=12.0) for unit in units]).step == 8 * 12 + 10
-
-
-def test_workers_that_share_cores_take_the_sum_of_their_times() -> None:
-    units = [UnitTimes(forward=10.0, backward=20.0, update=10.0)] * 4
-    assert predict(units, same=((DEVICE, HOST),)).step == 160.0
-    both = [UnitTimes(backward=1.0, read=10.0, update=1.0, write=10.0)] * 8
-    assert predict(both, same=()).step < predict(both, same=(DRIVE,)).step == 160.0

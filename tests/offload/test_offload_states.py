@@ -149,21 +149,3 @@ def test_what_cannot_be_offloaded_is_said(caplog):
     settings = {key: value for key, value in config(0, 1).items() if key != "optimizer"}
     bare = zero.initialize(model=make_net(), config=settings)[0]
     assert "needs an optimizer" in said_by(bare.offload_states)
-
-
-def summed_as_a_tree(rests: bool) -> list[float]:
-    more = {"accumulation": 4, "zero": {"reduce": "tree"}}
-    engine = zero.initialize(model=make_net(width=WIDE), config=config(2, dist.get_world_size(), **more))[0]
-    norms = []
-    for index in range(8):
-        step(engine, index)
-        if rests and index % 4 == 2:  # two partial sums are held
-            engine.offload_states()
-            engine.reload_states()
-        norms.append(engine.get_global_grad_norm() or 0.0)
-    engine.destroy()
-    return [*norms, *(param.double().sum().item() for param in engine.module.parameters())]
-
-
-def test_a_tree_of_sums_goes_on_where_it_was(pool):
-    assert pool.run(2, summed_as_a_tree, True) == pool.run(2, summed_as_a_tree, False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from zero import checkpointing
 from zero.config import ConfigError
 from zero.config.sections import ActivationCheckpointing
 from zero.recompute.holder import HOLDER
-from zero.recompute.saved_inputs import InputStore, restored
+from zero.recompute.saved_inputs import InputStore
 
 FULL = {"modules": ["Block"]}
 SELECTIVE = {"modules": ["Block"], "policy": "selective"}
@@ -107,21 +106,6 @@ def test_no_bit_changes_wherever_inputs_rest(world):
         for autocast in (False, True):
             assert equal(gradients(plain, autocast), gradients(checkpointing.checkpoint, autocast)), (name, autocast)
     HOLDER.__init__()
-
-
-@pytest.mark.ranks(3)
-def test_each_rank_keeps_its_slice():
-    """Of inputs of several sizes and strides, which come back as they were."""
-    checkpointing.configure(dist.group.WORLD, partition_activations=True)
-    made = [torch.arange(float(count)).requires_grad_() * 1.0 for count in (1, 2, 7, 64)]
-    made += [made[3].view(8, 8).t(), made[3].view(8, 8)[:, ::2], made[2].expand(2, 7), made[3].to(torch.bfloat16)]
-    tickets = [HOLDER.inputs.put([tensor])[0] for tensor in made]
-    back = [restored(ticket) for ticket in tickets]
-    nbytes = [ticket.call._slices[ticket.index].nbytes for ticket in tickets]
-    HOLDER.__init__()
-    assert nbytes == [4, 4, 12, 88, 88, 44, 20, 44]
-    assert all(tensor.stride() == other.stride() for tensor, other in zip(made[:5], back, strict=False))
-    assert all(torch.equal(a, b) and b.requires_grad for a, b in zip(made, back, strict=True))
 
 
 class Own(Net):
@@ -213,17 +197,6 @@ def test_named_streams_are_restored(pool):
     assert not torch.equal(plain0[-6:-3], plain1[-6:-3]), "and apart in it"
 
 
-def test_streams_are_refused_twice_and_by_unknown_names():
-    tracker = checkpointing.get_cuda_rng_tracker()
-    tracker.add("a", 1)
-    with pytest.raises(ValueError, match="seed: another stream has 1 already"):
-        tracker.add("b", 1)
-    with pytest.raises(ValueError, match="name: there is a stream 'a' already"):
-        tracker.add("a", 2)
-    with pytest.raises(ValueError, match="there is no stream 'b'"), tracker.fork("b"):
-        pass
-
-
 def test_arguments_go_before_the_json():
     assert not checkpointing.is_configured()
     values = {"activation_checkpointing": {"cpu_checkpointing": True, "profile": True, "number_checkpoints": 7}}
@@ -255,14 +228,3 @@ def test_ranks_must_configure_alike():
         checkpointing.configure(Group(), partition_activations=dist.get_rank() == 0)
     assert not checkpointing.is_configured()
     assert all(f"partition_activations = {wanted}" in str(caught.value) for wanted in (True, False))
-
-
-def test_times_are_logged(caplog):
-    caplog.set_level(logging.INFO, "zero")
-    checkpointing.configure(None, profile=True)
-    x = torch.rand(3, requires_grad=True)
-    y = checkpointing.checkpoint(torch.exp, checkpointing.checkpoint(torch.sin, x))
-    assert not caplog.messages
-    y.sum().backward()
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("recomputed calls: 2 forward in ")

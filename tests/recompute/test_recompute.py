@@ -42,8 +42,7 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ("stage", "world", "dtype", "reduce"),
     [
         *((3, 2, "bf16", "ranks"), (2, 2, "fp32", "tree"), (1, 2, "fp32", "ranks"), (0, 1, "fp32", "ranks")),
-        *longer(*((stage, 2, "fp32", "ranks") for stage in (0, 2, 3))),
-        *longer(*((stage, 1, "fp32", "ranks") for stage in (1, 2, 3))),
+        *longer((0, 2, "bf16", "ranks"), (3, 1, "fp32", "ranks")),
     ],
 )
 def test_no_bit_changes(stage, world, dtype, reduce):
@@ -144,11 +143,6 @@ def test_backward_runs_several_times(stage):
     all_same(found)
 
 
-@pytest.mark.ranks(2)
-def test_micro_batches_add_up():
-    all_same([trained(make(), settings(3, section, accumulation=2)) for section in ({}, FULL, SELECTIVE)])
-
-
 class SelfCheckpointing(Net):
     """Recomputes its blocks, and parts of them, itself."""
 
@@ -179,32 +173,13 @@ class Again(nn.Module):
 @pytest.mark.parametrize("stage", [3, *longer(0)])
 def test_a_model_that_recomputes_itself(stage):
     base = trained(make(), settings(stage, {}))
-    sections = ({}, FULL, SELECTIVE, {**FULL, "policy": "auto", "budget": "20 KB"})
-    sections = (*sections, {"modules": ["Again"]}, {"modules": ["SelfCheckpointing"]})
+    sections = ({}, FULL, SELECTIVE, {"modules": ["Again"]}, {"modules": ["SelfCheckpointing"]})
     made = [trained(make(SelfCheckpointing), settings(stage, section)) for section in sections]
     made.append(trained(make(SelfCheckpointing), settings(stage, FULL, activation_checkpointing=HOST)))
     renamed = [
         {**each, "params": {name.replace("inner.", ""): p for name, p in each["params"].items()}} for each in made
     ]
     all_same([base, *renamed])
-
-
-@pytest.mark.long
-@pytest.mark.ranks(2)
-def test_compiled_blocks():
-    """Blocks, in the first step in full and whole, then selectively and whole; and parts of a compiled block."""
-    made, policies = [], []
-    for section in {}, {**FULL, "policy": "auto", "budget": "20 KB"}, {"modules": ["blocks.*.up"]}:
-        torch._dynamo.reset()
-        engine = zero.initialize(model=make(blocks=2), config=settings(3, section))[0]
-        engine.compile(backend="aot_eager")
-        torch.manual_seed(9)
-        losses = steps(engine, 2)
-        policies += [module.policy.value for module in engine._training.recomputing.modules]
-        made.append(result(engine, losses))
-        assert not any("forward" in block.__dict__ for block in engine.module.blocks)
-    all_same(made)
-    assert policies == ["selective", "none", "full", "full"]
 
 
 @pytest.mark.ranks(2)
@@ -318,12 +293,3 @@ def test_what_does_not_fit_together_is_said(section, error):
     with pytest.raises(ConfigError) as caught:
         load({"train_batch_size": 8, "zero": {"recompute": section}}, 1)
     assert caught.value.errors[0].startswith(error)
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [(7, 7), ("7", 7), ("1.5 KiB", 1536), ("2kb", 2000), ("3 MB", 3 * 10**6), ("12 GiB", 12 * 2**30)],
-)
-def test_a_budget_is_bytes_or_text(text, nbytes):
-    section = {**FULL, "policy": "auto", "budget": text}
-    assert load({"train_batch_size": 8, "zero": {"recompute": section}}, 1).zero.recompute.budget == nbytes

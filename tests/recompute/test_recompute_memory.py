@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from models import share
+from ranks import listening
 from recomputing import HEADS, WIDTH, make, settings, steps
 
 import zero
-from zero.plan.patterns import outermost
 from zero.recompute.policy import Cost, Policy, choose, peak
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -78,13 +78,9 @@ def test_a_block_keeps_what_its_policy_says():
 
 def under_budget(stage: int, budget: int) -> tuple[list[str], int, list[str]]:
     """The policies that are chosen under a budget, the peak of what blocks keep in a later step, and what is logged."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("zero").addHandler(handler)
-    engine = made({"modules": ["Block"], "policy": "auto", "budget": budget}, {}, stage)
-    steps(engine, 1)
-    logging.getLogger("zero").removeHandler(handler)
+    with listening(logging.INFO) as lines:
+        engine = made({"modules": ["Block"], "policy": "auto", "budget": budget}, {}, stage)
+        steps(engine, 1)
     policies = [module.policy.value for module in engine._training.recomputing.modules]
     steps(engine, 1)
     x = engine.module.embed(share(0)[0])
@@ -178,21 +174,3 @@ def test_a_choice_fits_where_one_does_and_cannot_be_improved(case: tuple, budget
                 assert peak(calls, found, {**choice.policies, module: better}) > budget
     else:
         assert set(choice.policies.values()) <= {Policy.FULL}
-
-
-MODULES = [
-    ("", "Net"),
-    ("a", "List"),
-    ("a.0", "Block"),
-    ("a.0.b", "Block"),
-    ("a.1", "Block"),
-    ("a.10", "Other"),
-    ("z", "Linear"),
-]
-
-
-def test_the_outermost_of_nested_modules_are_taken() -> None:
-    assert outermost("x", MODULES, ["Block"]) == ["a.0", "a.1"]
-    assert outermost("x", MODULES, ["a.*", "Block"]) == ["a.0", "a.1", "a.10"]
-    assert outermost("x", MODULES, ["a", "Linear", "Block"]) == ["a", "z"]
-    assert outermost("x", MODULES, ["Net", "Block"]) == [""]

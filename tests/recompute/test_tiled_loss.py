@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import allowed, error, ulps
-from hypothesis import given
-from hypothesis import strategies as st
+from closeness import allowed, error
 from marks import each_once
 from models import Net, config, share
 from oracle import Training, near
@@ -21,7 +19,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from zero.tiled.slices import FEWEST_ROWS, token_slices
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from live import LiveBytes
@@ -69,28 +66,6 @@ def equal(one: Tensor, other: Tensor) -> bool:
 # Slices.
 
 
-@given(st.integers(0, 5000), st.integers(1, 6000))
-def test_slices_cover_all_tokens_once_and_in_order(tokens: int, size: int) -> None:
-    slices = token_slices(tokens, size)
-    assert [token for part in slices for token in part] == list(range(tokens))
-    assert all(len(part) == size for part in slices[:-1])
-    assert max(map(len, slices), default=0) < size + FEWEST_ROWS
-    if len(slices) > 1:
-        assert len(slices[-1]) >= min(size, FEWEST_ROWS)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tokens", [0, 1, 2, 13, 97])
-def test_one_slice_has_the_bits_of_plain_torch(tokens: int, bias: bool) -> None:
-    given = case(tokens, 61, 12, ignored=5, bias=bias)
-    for ours, theirs in zip(
-        results(zero.tiled_cross_entropy, given, torch.float32, tile_size=max(tokens, 1)),
-        results(plain, given, torch.float32),
-        strict=True,
-    ):
-        assert equal(ours, theirs)
-
-
 @pytest.mark.parametrize("tile_size", [16, 31, 64])
 def test_slices_are_as_exact_as_plain_torch(tile_size: int) -> None:
     given = case(211, 61, 12, ignored=5)
@@ -109,25 +84,6 @@ def test_any_slices_give_the_same_in_double_precision(tile_size: int | None, red
         ours = results(zero.tiled_cross_entropy, given, torch.float64, tile_size=tile_size, reduction=reduction, **how)
         for mine, their in zip(ours, results(plain, given, torch.float64, reduction=reduction, **how), strict=True):
             torch.testing.assert_close(mine, their, rtol=1e-12, atol=1e-14)
-
-
-def test_nothing_but_ignored_tokens_gives_no_gradient() -> None:
-    given = case(40, 9, 4, ignored=1)
-    for ours, theirs in zip(
-        results(zero.tiled_cross_entropy, given, torch.float32, tile_size=16),
-        results(plain, given, torch.float32),
-        strict=True,
-    ):
-        assert equal(ours, theirs)
-
-
-def test_another_ignored_index_and_leading_dims() -> None:
-    given = case(60, 9, 4)
-    shaped = {**given, "hidden": given["hidden"].view(4, 15, 4), "targets": given["targets"].view(4, 15)}
-    ours = results(zero.tiled_cross_entropy, shaped, torch.float64, tile_size=16, ignore_index=3)
-    theirs = results(plain, given, torch.float64, ignore_index=3)
-    for mine, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.flatten(), their.flatten(), rtol=1e-12, atol=1e-14)
 
 
 # Precision.
@@ -182,19 +138,6 @@ def test_a_graph_can_be_run_again_and_in_a_recomputation() -> None:
         assert all(torch.equal(one, leaf.grad) for one, leaf in zip(once, leaves.values(), strict=True))
         for leaf in leaves.values():
             leaf.grad = None
-
-
-def test_only_what_is_asked_for_is_computed() -> None:
-    given = case(40, 19, 6)
-    for name in ("hidden", "weight", "bias"):
-        leaf = given[name].clone().requires_grad_()
-        loss = zero.tiled_cross_entropy(**{**given, name: leaf}, tile_size=16)
-        loss.backward()
-        assert leaf.grad is not None
-    with torch.no_grad():
-        quiet = zero.tiled_cross_entropy(**given, tile_size=16)
-    assert not quiet.requires_grad
-    assert equal(quiet, loss.detach())
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -292,25 +235,6 @@ def test_training_in_slices_is_as_exact_as_plain_training() -> None:
     stages = [trained(3, True, stage) for stage in range(4)]
     assert all(near(found.weights, training) for found in stages)
     assert all(found.losses == stages[0].losses for found in stages)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("dtype", "precision"),
-    [
-        (torch.bfloat16, {"bf16": {"enabled": True}}),
-        (torch.float16, {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}}),
-    ],
-    ids=["bf16", "fp16"],
-)
-def test_training_in_sixteen_bits(dtype: torch.dtype, precision: dict[str, Any]) -> None:
-    """Losses in slices on stages 0 and 3, all at once, and all at once in fp32."""
-    runs = [(0, precision, 4), (3, precision, 4), (0, precision, None), (0, {}, None)]
-    losses = [trained(size, True, {"stage": stage, **more}, 4).losses for stage, more, size in runs]
-    tiled, tiled3, whole, right = losses
-    assert tiled == tiled3
-    # Four losses are few: both errors have been half an ulp, one of them a third of the other.
-    assert 0 < error(tiled, right) <= max(allowed(right, whole), ulps(2, right, dtype))
 
 
 @pytest.mark.ranks(2)

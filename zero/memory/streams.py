@@ -24,7 +24,7 @@ and `Gradients.reduce` a side stream begins after all work that compute has queu
     inputs of recomputation   compute       copies of their own    `after_current`; kept by `record_stream`
 
 tests/core/test_stream_order.py checks this on recorded steps. No device memory is cached here: the allocator
-caches freed memory by stream and size, and each step takes the same sizes (tests/core/test_device_memory.py).
+caches freed memory by stream and size, and each step takes the same sizes (tests/core/test_steady_memory.py).
 """
 
 from __future__ import annotations

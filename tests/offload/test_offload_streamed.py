@@ -1,8 +1,12 @@
-"""The promise: state that streams through the device gives the same training, and no more than two units' is there."""
+"""The promise: state that streams through the device gives the same training, and no more than two units' is there.
+
+And `"ratio": "auto"` keeps what fits on the device, alike on all ranks, says so, and changes no number.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,17 +14,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from marks import longer
 from models import WIDE, config, make_net, share, step
 from offload_cases import BOTH, GPU, as_on_a_gpu
 from ranks import listening
+from scenario import Record, run, same, scenario
 from test_exceptions import in_backward
 
 import zero
 import zero.core.ratio
 import zero.core.streaming
-from zero.config import ConfigError
+from zero.config import ConfigError, load
+from zero.core.ratio import fitting
 from zero.memory.update_costs import UpdateRates
+from zero.plan.formats import Formats
+from zero.plan.layout import make_layout
+from zero.plan.placement import Where, place
+from zero.plan.units import ParamSpec, UnitPlan
 
 STREAMED = {"offload_optimizer": GPU}
 KEYS = ("exp_avg", "exp_avg_sq")
@@ -212,9 +224,76 @@ def differing(stage: int, folder: str) -> list[int]:
     return [at for at, values in enumerate(found) if not all(map(torch.equal, wanted, values))]
 
 
-@pytest.mark.parametrize(
-    ("stage", "world"), [(2, 1), *longer((2, 2), *((stage, world) for stage in (1, 3) for world in (1, 2)))]
-)
+@pytest.mark.parametrize(("stage", "world"), [(2, 1), *longer((1, 2), (3, 2))])
 def test_what_happens_before_the_step_counts(pool, tmp_path: Path, stage: int, world: int) -> None:
     """Edits, a checkpoint, gradients that are dropped, an exception in the backward, steps that are skipped."""
     assert pool.run(world, differing, stage, str(tmp_path)) == [[]] * world
+
+
+# --- what stays on the device ----------------------------------------------------------------------------------------
+
+
+FORMATS = Formats("remainder")
+BYTES = 2 + 8 + 2  # of one bf16 element on the device: remainder, both moments, gradient
+
+
+def auto(free: list[int], kind: str, folder: str) -> tuple[Record, list[str]]:
+    """A training where rank r has `free[r]` bytes; `seen` is which units stay on the device. And what was logged."""
+    place = {"device": kind, "ratio": "auto", "nvme_path": folder}
+    with pytest.MonkeyPatch.context() as patch, listening(logging.INFO) as said:
+        patch.setattr(zero.core.ratio, "available_nbytes", lambda ranks: free[dist.get_rank()])
+        found = run("net", {"stage": 2, "section": {"offload_optimizer": place}}, keep=on_device)
+    return found, [text for text in said if "ratio 'auto'" in text]
+
+
+def on_device(engine: Any) -> list[bool]:
+    return [unit.optimizer == "device" for unit in engine.describe().units]
+
+
+@pytest.mark.parametrize(("free", "stays"), [([1 << 40, 1 << 40], True), ([1 << 40, 1000], False)])
+def test_all_ranks_choose_by_the_one_with_the_least_memory(pool, tmp_path, free, stays):
+    (first, (message,)), (second, silent) = pool.run(2, auto, free, "nvme", str(tmp_path))
+    assert first.seen == second.seen == [[stays] * 4]
+    assert f"ratio {'0' if stays else '1'}," in message and "(40%) for activations" in message
+    assert not silent, "one rank logs"
+    assert same(first, scenario(pool, "net", 2)[0])
+
+
+def test_nothing_stays_where_host_and_device_share_one_memory(pool):
+    (first, (message,)), (second, _) = pool.run(2, auto, [1 << 40, 1 << 40], "cpu", "")
+    assert first.seen == second.seen == [[False] * 4]
+    assert "state takes the same memory on either side. Chosen: ratio 1, 0 parameters" in message
+
+
+def section(ratio: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": ratio}},
+    }
+
+
+def test_the_key_takes_a_number_or_the_word():
+    for value, kept in (("auto", "auto"), (0.5, 0.5), (1, 1.0)):
+        assert load(section(value), 1).zero_optimization.offload_optimizer.ratio == kept
+    for wrong in ("half", 1.5, -0.1, True, None, math.nan):
+        wanted = "zero_optimization.offload_optimizer.ratio: got .*, wanted a number from 0 to 1, or 'auto'"
+        with pytest.raises(ConfigError, match=wanted):
+            load(section(wrong), 1)
+
+
+def units_of(*sizes: int) -> list[UnitPlan]:
+    specs = [ParamSpec(f"u{index}.weight", numel, "bf16", True, 0, 2) for index, numel in enumerate(sizes)]
+    return [UnitPlan(spec.name, spec.name, (spec,), make_layout({spec.name: spec.numel}, 1)) for spec in specs]
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=60), part=st.floats(0, 1))
+def test_the_room_is_never_exceeded(sizes: list[int], part: float) -> None:
+    units = units_of(*sizes)
+    room = part * sum(unit.layout.numel for unit in units) * BYTES
+    ratio, numel, nbytes = fitting(units, 1, FORMATS, "bf16", room)
+    placements = place(units, 1, Where.FILE, Where.DEVICE, ratio)
+    stay = [unit for unit, at in zip(units, placements, strict=True) if at.optimizer is Where.DEVICE]
+    assert numel == sum(unit.layout.numel for unit in stay)
+    assert nbytes <= room

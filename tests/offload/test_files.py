@@ -1,18 +1,16 @@
 """The promise: what is written into a scratch file is read back, on every backend; what fails says where and why.
 
-Nothing is left behind, not even by a process that is killed, and no request outlives its memory.
+What is put into a store comes back whenever it is lent, however few slots and however many threads. Nobody waits for
+ever, and a tensor whose bytes are on the drive is empty instead of showing something else.
 """
 
 from __future__ import annotations
 
 import errno
-import gc
 import hashlib
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,10 @@ import torch
 from torch import Tensor
 
 from zero.kernels.aio import ALIGN, BACKENDS, Aio, Request, ScratchFile, aligned
+from zero.memory.file_store import FileStore, SwapFile, close_all
+from zero.memory.pinned_arena import PinnedArena
 
 BLOCK = 4 * ALIGN
-LINUX = sys.platform == "linux"
 
 
 def make(backend: str, **arguments: int) -> Aio:
@@ -53,10 +52,6 @@ def content(fd: int, nbytes: int) -> str:
     back = aligned(nbytes)
     assert os.preadv(fd, [back.numpy()], 0) == nbytes
     return digest(back)
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 # Bytes.
@@ -99,18 +94,6 @@ def test_many_requests_in_flight_in_two_files(backend: str, threads: int, tmp_pa
     assert list(map(digest, back)) == list(map(digest, data))
 
 
-def test_requests_nobody_keeps_are_done_all_the_same(aio: Aio, tmp_path: Path) -> None:
-    file = ScratchFile(tmp_path, 64 * BLOCK, "state")
-    for index in range(64):
-        aio.write(file, noise(BLOCK, index), index * BLOCK)  # the tensor has no other owner either
-    aio.close()
-    back = aligned(file.nbytes)
-    again = Aio(block_size=BLOCK)
-    again.read(file, back, 0).wait()
-    again.close()
-    assert digest(back) == digest(torch.cat([noise(BLOCK, index) for index in range(64)]))
-
-
 # Errors.
 
 
@@ -145,15 +128,6 @@ def test_a_file_that_was_cut_says_where_it_ends(aio: Aio, tmp_path: Path, end: i
     assert error.errno == errno.EIO
     assert f"read of bytes 0 to {6 * BLOCK} of {file.path} failed at byte {end}: the file ends there" in str(error)
     assert torch.equal(back[:end], data[:end]), "all before that byte is there"
-
-
-def test_an_error_nobody_waited_for_is_raised_by_close(aio: Aio, tmp_path: Path) -> None:
-    file = ScratchFile(tmp_path, BLOCK, "state")
-    os.ftruncate(file.fd, 0)
-    aio.read(file, aligned(BLOCK), 0)
-    with pytest.raises(OSError, match=r"state failed at byte 0: the file ends there"):
-        aio.close()
-    aio.close()
 
 
 @pytest.mark.parametrize(
@@ -214,88 +188,99 @@ def test_closed_ones_are_refused(aio: Aio, tmp_path: Path) -> None:
 # Processes.
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_is_told(aio: Aio, tmp_path: Path) -> None:
-    file, data = ScratchFile(tmp_path, 32 * BLOCK, "state"), noise(32 * BLOCK)
-    writing = aio.write(file, data, 0)
-    child = os.fork()
-    if child == 0:
-        told = 0
-        signal.alarm(60)  # rather than hang
-        for call in (lambda: aio.read(file, data, 0), writing.wait):
-            try:
-                call()
-            except RuntimeError as error:
-                told += "forked from it" in str(error)
-        aio.close()
-        aio._pool = None  # the compiled pool goes, without workers to wait for
-        gc.collect()
-        os._exit(told)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
-    writing.wait()
-    back = aligned(data.nbytes)
-    aio.read(file, back, 0).wait()
-    assert digest(back) == digest(data)
-
-
-@pytest.mark.skipif(not LINUX, reason="counts descriptors in /proc")
-def test_descriptors_are_closed(tmp_path: Path) -> None:
-    gc.collect()
-    for backend in BACKENDS:
-        before = open_fds()
-        aio = make(backend)
-        files = [ScratchFile(tmp_path, BLOCK, str(index)) for index in range(5)]
-        for file in files:
-            aio.write(file, aligned(BLOCK), 0)
-        files[0].close()
-        aio.close()
-        del aio, files, file
-        assert open_fds() == before, backend
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from zero.kernels.aio import Aio, ScratchFile, aligned
-file = ScratchFile(Path(sys.argv[1]), 64 << 20, "state")
-aio, data = Aio(block_size=1 << 16), aligned(64 << 20).fill_(1)
-while True:
-    request = aio.write(file, data, 0)
-    sys.stdout.write("writing\\n")
-    sys.stdout.flush()
-    request.wait()
-"""
-
-
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        for _ in range(2):
-            assert process.stdout is not None and process.stdout.readline() == "writing\n"
-        assert os.listdir(tmp_path) == []
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
-    assert os.listdir(tmp_path) == []
-
-
 # Files.
 
 
-def test_a_scratch_file_has_no_name_and_its_space_is_reserved(tmp_path: Path) -> None:
-    file = ScratchFile(tmp_path, 1_000_000, "state")
-    assert os.listdir(tmp_path) == []
-    assert (file.path, file.nbytes) == (tmp_path / "state", 245 * ALIGN)
-    assert os.fstat(file.fd).st_size == file.nbytes
-    if LINUX:
-        assert os.fstat(file.fd).st_blocks * 512 >= file.nbytes
-        assert os.get_inheritable(file.fd) is False
+# --- stores in a file ------------------------------------------------------------------------------------------------
 
 
-def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
-    system = os.statvfs(tmp_path)
-    free = system.f_bavail * system.f_frsize
-    wanted = 2 * free + (1 << 40)
-    with pytest.raises(OSError, match=rf"wants {wanted} bytes, \d+ are free") as caught:
-        ScratchFile(tmp_path, wanted, "state")
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path))
+PAGES = 8192  # bytes of each store
+NUMEL = 1200
+Make = Callable[..., tuple[SwapFile, list[FileStore], list[torch.Tensor]]]
+
+
+@pytest.fixture
+def lender(tmp_path: Path) -> Make:
+    def made(slots: int, units: int, **asked: bool) -> tuple[SwapFile, list[FileStore], list[torch.Tensor]]:
+        aio = Aio(1, 4, 4096)
+        arena = PinnedArena(slots * PAGES, torch.device("cpu"), False)
+        memories = [arena.take(PAGES) for _ in range(slots)]
+        drive = SwapFile(str(tmp_path), "optimizer", 0, units * PAGES, memories, aio, **asked)
+        drives.append((drive, aio))
+        stores = [drive.store(f"u{index}", PAGES) for index in range(units)]
+        tensors = [torch.full((NUMEL,), float(index)) for index in range(units)]
+        for store, tensor in zip(stores, tensors, strict=True):
+            store.put([tensor])
+        return drive, stores, tensors
+
+    drives: list[tuple[SwapFile, Aio]] = []
+    yield made
+    for drive, aio in drives:
+        close_all([drive], aio)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 7])
+def test_values_come_back_and_changes_stay(lender: Make, slots: int) -> None:
+    _, stores, tensors = lender(slots, 5)
+    for turn in range(3):
+        for index, (store, tensor) in enumerate(zip(stores, tensors, strict=True)):
+            assert tensor.shape == (0,)
+            stores[(index + 1) % 5].fetch()
+            store.acquire()
+            assert torch.equal(tensor, torch.full((NUMEL,), index + 10.0 * turn))
+            tensor += 10
+            store.write_back()
+
+
+def test_a_thread_that_has_all_slots_is_told_instead_of_waiting_for_ever(lender: Make) -> None:
+    _, stores, _ = lender(2, 3)
+    stores[0].acquire()
+    stores[1].acquire()
+    with pytest.raises(RuntimeError, match=r"unit 'u2' .* all 2 are in use by the code that asks .*buffer_count"):
+        stores[2].acquire()
+    stores[0].write_back()
+    stores[2].acquire()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_threads_share_slots_without_waiting_for_each_other_for_ever(lender: Make, slots: int) -> None:
+    _, stores, tensors = lender(slots, 6)
+    problems: list[BaseException] = []
+
+    def work(mine: range) -> None:
+        try:
+            for turn in range(60):
+                index = mine[turn % len(mine)]
+                stores[mine[(turn + 1) % len(mine)]].fetch()
+                stores[index].acquire()
+                tensors[index] += 10
+                stores[index].write_back()
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(mine,), daemon=True) for mine in (range(3), range(3, 6))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not problems
+    assert not any(thread.is_alive() for thread in threads)
+    for index, (store, tensor) in enumerate(zip(stores, tensors, strict=True)):
+        store.acquire()
+        assert torch.equal(tensor, torch.full((NUMEL,), index + 200.0))
+        store.write_back(changed=False)
+
+
+def test_a_request_that_failed_is_told_to_everybody_with_unit_and_file(lender: Make, tmp_path: Path) -> None:
+    drive, stores, _ = lender(1, 2)
+    stores[0].acquire()
+    stores[0].write_back(changed=False)
+    os.ftruncate(drive.file.fd, PAGES)  # the place of u1 is gone
+    text = (
+        rf"unit 'u1' \(rank 0\) is lost: read of .*{tmp_path}/zero-optimizer-of-rank-0 .*the file ends there. Make sure"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        stores[1].acquire()
+    for use in (stores[0].acquire, stores[0].fetch, stores[1].acquire):
+        with pytest.raises(RuntimeError, match=text):
+            use()
