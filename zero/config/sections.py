@@ -196,9 +196,9 @@ class Zero(Section):
     """The number of ranks that state is cut over, at stages 1 to 3; each group of that many consecutive ranks holds one
     replica. A divisor of the world size; 0 and -1 mean all ranks."""
     reduce_every_micro_batch: Bool = False
-    """Stages 0 and 1 reduce gradients at the accumulation boundary only; true makes them reduce after every
-    micro-batch like stages 2 and 3, so that the four stages sum in one order and are bitwise equal under
-    accumulation too, at the price of more communication."""
+    """Stages 0 and 1 reduce gradients at the accumulation boundary only; true makes them reduce after every micro-batch
+    like stages 2 and 3, so that the four stages sum in one order and are bitwise equal under accumulation too, at the
+    price of more communication."""
     reduce: choice("auto", "ranks", "backend", "tree") = "auto"
     """How gradients are added up. "ranks": in fp32 in the order of ranks, whatever dtype is sent. "backend": over NCCL
     by its reduce-scatter, which adds in the dtype sent, in its own order. "tree": in a fixed binary tree over the

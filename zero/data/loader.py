@@ -22,11 +22,11 @@ _END = object()
 class Loader:
     """One rank's batches of a dataset that all ranks share, one pass per `iter()`.
 
-    A dataset with indices is shuffled and divided as by torch's `DistributedSampler`. **It pads:** if the
-    samples do not divide evenly, the first ones of the shuffled order come twice, so that all ranks get equally many
-    (777 samples on 2 ranks are 389 each, 778 together). That is right for training and wrong for a
-    measurement, whose mean is then over 778; `engine.gather_for_metrics` drops the padding. Ranks take turns at the
-    items of an `IterableDataset`, and an incomplete last turn is dropped (`RankIterable`).
+    A dataset with indices is shuffled and divided as by torch's `DistributedSampler`. **It pads:** if the samples do
+    not divide evenly, the first ones of the shuffled order come twice, so that all ranks get equally many (777 samples
+    on 2 ranks are 389 each, 778 together). That is right for training and wrong for a measurement, whose mean is then
+    over 778; `engine.gather_for_metrics` drops the padding. Ranks take turns at the items of an `IterableDataset`, and
+    an incomplete last turn is dropped (`RankIterable`).
 
     Each pass has its own shuffle: it sets the epoch of the sampler (and of the dataset, if that has `set_epoch`)
     to 0, 1, ... `state_dict()` has the position in the data. After `load_state_dict()` the next pass is the rest of
@@ -204,8 +204,8 @@ class Loader:
         """Let the next pass continue after a saved position, also one of another world size or batch size.
 
         A running pass ends; one that has not yielded its first batch begins there. A warning says what cannot be exact:
-        the user's samplers at another world size, another number of workers for an iterable dataset,
-        another dataset. Raises ValueError for other values.
+        the user's samplers at another world size, another number of workers for an iterable dataset, another dataset.
+        Raises ValueError for other values.
         """
         at = self._partition.load(state)
         # The last batch may have been yielded before the loop asked for one more and so ended the pass.
@@ -278,8 +278,8 @@ def skip_first_batches(loader: Iterable[Any], count: int) -> Iterator[Any]:
     """The rest of a loader's next pass, without its first `count` batches; later passes are whole.
 
     A loader of the engine does not read those, unless its dataset is iterable; others read and drop them. After a
-    checkpoint the engine's loaders continue by themselves if their `state_dict` is saved with it. Raises
-    ValueError for a negative count.
+    checkpoint the engine's loaders continue by themselves if their `state_dict` is saved with it. Raises ValueError for
+    a negative count.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise ValueError(f"skip_first_batches(count=...): got {count!r}, wanted an integer of at least 0")

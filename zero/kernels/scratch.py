@@ -38,8 +38,8 @@ class Descriptor:
 class ScratchFile:
     """An unnamed file in a folder, with its space reserved.
 
-    No other process, and no later run, can find it; its space is freed when it is closed or the process
-    ends, however that happens.
+    No other process, and no later run, can find it; its space is freed when it is closed or the process ends, however
+    that happens.
 
     Args:
         folder: its folder; must exist.

@@ -69,9 +69,9 @@ class Buffer:
 class BufferPool:
     """A few buffers of one size, shared by the stores of many units and by the threads that use those.
 
-    A prefetch gets an idle buffer, or none. A use waits for a buffer, and in the end takes one that
-    was only prefetched; so two threads never wait for each other, however few buffers exist. A buffer keeps its
-    contents until another unit needs it: a unit that is used again soon is not read again.
+    A prefetch gets an idle buffer, or none. A use waits for a buffer, and in the end takes one that was only
+    prefetched; so two threads never wait for each other, however few buffers exist. A buffer keeps its contents until
+    another unit needs it: a unit that is used again soon is not read again.
 
     lock:       held for each read and change here, but not while waiting for a drive;
     failure:    the error of the first failed request; every later use raises it again;

@@ -39,8 +39,7 @@ class SwapFile:
     ) -> None:
         """Reserve `nbytes` in a file in `folder`, which is created if it is missing.
 
-        `kind`: "optimizer" or "param", as in the JSON. Raises RuntimeError with the folder and the cause
-        if that fails.
+        `kind`: "optimizer" or "param", as in the JSON. Raises RuntimeError with the folder and the cause if that fails.
         """
         self.rank = rank
         self.aio = aio

@@ -1,7 +1,7 @@
 """Host memory of an exact size, taken from the system in one piece and cut into tensors.
 
-It uses neither torch's allocators nor malloc: torch rounds pinned memory up to a power of two, and malloc
-may keep freed memory.
+It uses neither torch's allocators nor malloc: torch rounds pinned memory up to a power of two, and malloc may keep
+freed memory.
 """
 
 from __future__ import annotations

@@ -221,11 +221,11 @@ class WarmupCosineLR(_Warmup):
 class OneCycle(Schedule):
     """One triangle from `cycle_min_lr` to `cycle_max_lr` and back, then the min rate over a growing factor.
 
-    While the rate rises, the first beta falls from `cycle_max_mom` to `cycle_min_mom`, and the other way
-    round; after the cycle it grows by `decay_mom_rate`. Decay needs `decay_step_size` and a rate, or the end
-    of the cycle stays. Stair counts cut a half into that many stairs, 0 into none; size and stairs of the second half
-    are the first's unless given. As in DeepSpeed the second beta becomes 0.99, construction writes `cycle_min_mom`,
-    and an optimizer without betas keeps its momentum (a warning says so).
+    While the rate rises, the first beta falls from `cycle_max_mom` to `cycle_min_mom`, and the other way round; after
+    the cycle it grows by `decay_mom_rate`. Decay needs `decay_step_size` and a rate, or the end of the cycle stays.
+    Stair counts cut a half into that many stairs, 0 into none; size and stairs of the second half are the first's
+    unless given. As in DeepSpeed the second beta becomes 0.99, construction writes `cycle_min_mom`, and an optimizer
+    without betas keeps its momentum (a warning says so).
     """
 
     cycle_min_lr: PerGroup

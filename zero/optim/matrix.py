@@ -1,9 +1,9 @@
 """Muon on the shards of units: momentum stays cut, and each matrix is orthogonalised by one rank.
 
 Once per step, after the norm, every rank updates its shard of the momentum. The matrices to orthogonalise are sent to
-the ranks that do so, and return as the directions of the update, both in bf16, which loses nothing:
-torch rounds to it before Newton-Schulz, too. Decay, learning rate and master follow in the unit's update.
-AdamW updates all other parameters, in separate parameter groups.
+the ranks that do so, and return as the directions of the update, both in bf16, which loses nothing: torch rounds to it
+before Newton-Schulz, too. Decay, learning rate and master follow in the unit's update. AdamW updates all other
+parameters, in separate parameter groups.
 
 The arithmetic is that of `torch.optim.Muon`, with one exception: with bf16 parameters and without Nesterov, torch's
 divides its own momentum by the norm, in place. Ours stays unchanged.

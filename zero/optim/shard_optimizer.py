@@ -83,8 +83,8 @@ class ShardOptimizer(Protocol):
     def kept(self, unit: Unit, group: Group, part: Fragment, make: Collection[str] = ()) -> dict[str, Kept]:
         """All states of a fragment of the shard as stored: views to read and write while the state is acquired.
 
-        The last block of an 8-bit state is whole, so it may have padding elements after the fragment.
-        Empty if the state does not exist yet; the keys in `make` are created.
+        The last block of an 8-bit state is whole, so it may have padding elements after the fragment. Empty if the
+        state does not exist yet; the keys in `make` are created.
         """
 
     def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:

@@ -1,7 +1,7 @@
 """How the optimizer stores its state: the form of masters, the format of moments, and for which elements.
 
-A master is fp32 ("fp32"), or the 16 bits that the bf16 parameter lacks ("remainder"). Moments are
-"fp32", "bf16" or "8bit"; in the last two, small tensors, norms and biases keep fp32 moments.
+A master is fp32 ("fp32"), or the 16 bits that the bf16 parameter lacks ("remainder"). Moments are "fp32", "bf16" or
+"8bit"; in the last two, small tensors, norms and biases keep fp32 moments.
 """
 
 from __future__ import annotations

@@ -34,10 +34,9 @@ class StateBytes(NamedTuple):
 def replica_nbytes(numel: int, dtype: str, formats: Formats = ADAM, compact: int | None = None) -> StateBytes:
     """The bytes of one unsharded replica of `numel` parameters: under Adam 2+2+12 each in 16 bit, 4+4+8 in fp32.
 
-    In fp32 the parameter is its own master; in 16 bit the fp32 master is a third optimizer state
-    (Rajbhandari et al. 2020, section 3.1: K = 12). `formats` may reduce it: with remainders K = 10, with
-    moments in bf16 as well 6, in 8 bit 4 + 2/64. `compact`: how many of the parameters are large enough for
-    moments in such a format; default: all.
+    In fp32 the parameter is its own master; in 16 bit the fp32 master is a third optimizer state (Rajbhandari et al.
+    2020, section 3.1: K = 12). `formats` may reduce it: with remainders K = 10, with moments in bf16 as well 6, in 8
+    bit 4 + 2/64. `compact`: how many of the parameters are large enough for moments in such a format; default: all.
     """
     size = ITEMSIZE[dtype]
     compact = numel if compact is None else compact

@@ -54,8 +54,8 @@ START = Position(0, True)
 def advance(order: Sequence[int], position: Position, unit: int) -> Position:
     """The position after `unit` was used: its next occurrence at or after `position`, else from the start.
 
-    A unit that is not in the order leaves the index unchanged and reports `known=False`: the model
-    took another path, and nothing is predicted until it is back on a known one.
+    A unit that is not in the order leaves the index unchanged and reports `known=False`: the model took another path,
+    and nothing is predicted until it is back on a known one.
     """
     for start, stop in ((position.index, len(order)), (0, position.index)):
         for index in range(start, stop):

@@ -1,8 +1,8 @@
 """Groups the parameters of a model into units.
 
-A unit is gathered, reduced and released as one: a transformer block, an embedding, or a bucket of
-leftovers, once per (dtype, requires_grad, optimizer group), because one flat buffer has one dtype, is
-reduced or not, and is updated with one set of hyperparameters.
+A unit is gathered, reduced and released as one: a transformer block, an embedding, or a bucket of leftovers, once per
+(dtype, requires_grad, optimizer group), because one flat buffer has one dtype, is reduced or not, and is updated with
+one set of hyperparameters.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def of_each(value: Parts, units: Sequence[UnitPlan]) -> Sequence[int]:
 class ModuleNode:
     """One module of the model: its path ("" for the root), class, own parameters by name, and children.
 
-    `repeats`: it is a list of consecutive children (`nn.ModuleList`, `nn.Sequential`); `leaf`:
-    everything below it is gathered at once; `apart`: it is gathered separately from the block around it.
+    `repeats`: it is a list of consecutive children (`nn.ModuleList`, `nn.Sequential`); `leaf`: everything below it is
+    gathered at once; `apart`: it is gathered separately from the block around it.
     """
 
     path: str
@@ -118,11 +118,11 @@ def plan_units(
 ) -> tuple[UnitPlan, ...]:
     """Group every parameter of `specs` into exactly one unit, in order of registration.
 
-    `patterns` are class names or fnmatch patterns on module paths that name the blocks; without them the
-    children of the outermost repeating containers are the blocks. A leaf is a block of its own unless it is inside
-    one, and modules inside a leaf are not blocks. A module that is `apart` is its own unit inside any
-    block. A shared parameter belongs to the first module that has it. `alignment`: see `make_layout`. Raises
-    ValueError for a pattern that matches nothing.
+    `patterns` are class names or fnmatch patterns on module paths that name the blocks; without them the children of
+    the outermost repeating containers are the blocks. A leaf is a block of its own unless it is inside one, and modules
+    inside a leaf are not blocks. A module that is `apart` is its own unit inside any block. A shared parameter belongs
+    to the first module that has it. `alignment`: see `make_layout`. Raises ValueError for a pattern that matches
+    nothing.
     """
     root = _untied(root, set())
     by_name = {spec.name: spec for spec in specs}

@@ -1,7 +1,7 @@
 """Waits of the device: NCCL's `wait()` returns at once, and the device's stream waits.
 
-An event is recorded before each wait and one after it. While the first has passed and the second has
-not, the device waits; a thread can query that at any time without blocking.
+An event is recorded before each wait and one after it. While the first has passed and the second has not, the device
+waits; a thread can query that at any time without blocking.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ _LENGTH = len(signature(b""))
 class SignedStore:
     """Keys of the store below `prefix`, with values signed with the job's secret; `rank` is for messages.
 
-    Only one thread may use it; it blocks if the store's process is stopped.
-    Signatures of one attempt of a job are invalid in the next one. If the ranks have no secret, because
-    another launcher started them, values are only known to be complete.
+    Only one thread may use it; it blocks if the store's process is stopped. Signatures of one attempt of a job are
+    invalid in the next one. If the ranks have no secret, because another launcher started them, values are only known
+    to be complete.
 
     keeper: the rank whose process runs the store, None if it is no rank's.
     """
