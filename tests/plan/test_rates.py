@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zero.sizes.rates import DEVICES, REACHED, measured
+from zero.sizes.rates import DEVICES, REACHED
+from zero.tools.plan.rank_rates import measured
 
 H100 = DEVICES["h100"]
 SLOW = """

@@ -14,19 +14,9 @@ Sources of `DEVICES`, dense figures without sparsity, per device; links per dire
 
 from __future__ import annotations
 
-import json
-import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
-
-from zero.log import counted
-
-_SECONDS = 180  # for ranks to start, measure and end
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -105,38 +95,3 @@ def _given(name: str, sheet: _Sheet) -> Rates:
 
 
 DEVICES: Mapping[str, Rates] = {name: _given(name, sheet) for name, sheet in _SHEETS.items()}
-
-
-def measured(ranks: int, dtype: str = "fp32", width: int = 512, model: str = "", sequence: int = 1) -> Rates:
-    """The rates of this machine with `ranks` ranks on it, all of which compute and send at the same time.
-
-    Starts them as `zero run` does, for some seconds. dtype: measured beside fp32; width: of the transformer block whose
-    FLOP/s are taken (small ones reach less); model, sequence: as `zero.tools.plan.source.load_model` takes them, whose
-    own FLOP/s are taken then. Each figure is the median over ranks. `inter_host` is `intra_host`: there is one host.
-    Raises RuntimeError that says why it could not be.
-    """
-    with tempfile.TemporaryDirectory(prefix="zero-rates-") as answers:
-        words = ["run", "--quiet", "--hostfile", "", "--num_gpus", str(ranks), "--module", "zero.tools.plan.rank_rates"]
-        words += [answers, dtype, str(width), model, str(sequence)]
-        command, options = [sys.executable, "-m", "zero", *words], {"stdin": subprocess.DEVNULL, "check": False}
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, **options)
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"measuring {counted(ranks, 'rank')} of this machine took over {_SECONDS} s") from error
-        said = sorted(Path(answers).iterdir())
-        if done.returncode or len(said) < ranks:
-            end = "\n".join((done.stdout + done.stderr).strip().splitlines()[-10:])
-            raise RuntimeError(f"the rates of this machine could not be measured on {counted(ranks, 'rank')}:\n{end}")
-        return together([json.loads(path.read_text(encoding="utf-8")) for path in said])
-
-
-def together(found: Sequence[Mapping[str, Any]]) -> Rates:
-    """The median of each figure over ranks, of what `zero.tools.plan.rank_rates.measure` gave on each."""
-    return Rates(name="measured", **{name: _median([each[name] for each in found]) for name in found[0]})
-
-
-def _median(values: Sequence[Any]) -> Any:
-    """Of numbers, or of each number in mappings."""
-    if isinstance(values[0], Mapping):
-        return {key: _median([each[key] for each in values]) for key in values[0]}
-    return statistics.median(values)

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +15,12 @@ from typing import NamedTuple
 
 from zero.launch.hosts.addresses import port_problem
 from zero.launch.job import PORT
+from zero.log import counted
 from zero.memory.available import available_nbytes
 from zero.tools.report.facts import Facts, gather
+from zero.tools.started_ranks import SECONDS, run_on_ranks
 
 GIB = 2**30
-_SECONDS = 180  # for the ranks to start, talk and end
 _TRY_SECONDS = 10  # for a program to say its version
 _LEAST_SHARED, _LEAST_DISK, _LITTLE_DISK, _LEAST_FILES = GIB, GIB, 10 * GIB, 4096
 _COMPILERS = ("c++", "g++", "clang++")
@@ -156,32 +156,17 @@ def disks(folders: list[Path]) -> Iterator[Finding]:
 
 def collectives(backend: str, ranks: int) -> Finding:
     """Start ranks as `zero run` does and let them run each collective once."""
-    name = f"{backend} on {ranks} rank{'s' * (ranks > 1)}"
-    with tempfile.TemporaryDirectory(prefix="zero-doctor-") as folder:
-        words = ["run", "--quiet", "--hostfile", "", "--num_gpus", str(ranks)]
-        words += ["--module", "zero.tools.report.collectives", backend, folder]
-        command = [sys.executable, "-m", "zero", *words]
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        try:
-            output, _ = process.communicate(timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            output, _ = process.communicate()
-            return Finding(name, PROBLEM, f"not done after {_SECONDS} s{_tail(output)}")
-        written = {path.name: path.read_text(encoding="utf-8") for path in sorted(Path(folder).iterdir())}
-    wrong = [f"rank {rank}: {line}" for rank, text in written.items() for line in text.splitlines()]
+    name = f"{backend} on {counted(ranks, 'rank')}"
+    ended = run_on_ranks(ranks, "zero.tools.report.collectives", backend)
+    tail = f"; the end of what the ranks wrote:\n{ended.said}" if ended.said else ", and the ranks wrote nothing"
+    if ended.status is None:
+        return Finding(name, PROBLEM, f"not done after {SECONDS} s{tail}")
+    wrong = [f"rank {rank}: {line}" for rank, text in ended.wrote.items() for line in text.splitlines()]
     if wrong:
         return Finding(name, PROBLEM, "; ".join(wrong) + "; ranks of this machine cannot train together")
-    if process.returncode or len(written) < ranks:
-        return Finding(name, PROBLEM, f"exit status {process.returncode}{_tail(output)}")
+    if ended.status or len(ended.wrote) < ranks:
+        return Finding(name, PROBLEM, f"exit status {ended.status}{tail}")
     return Finding(name, OK, "each collective gives what it should")
-
-
-def _tail(output: str) -> str:
-    lines = output.strip().splitlines()[-10:]
-    return "; the end of what the ranks wrote:\n" + "\n".join(lines) if lines else ", and the ranks wrote nothing"
 
 
 def _gib(nbytes: int) -> str:

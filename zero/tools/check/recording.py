@@ -14,9 +14,8 @@ import torch
 from zero.core.access import GatheredParameters
 from zero.core.agree import agree
 from zero.core.hashing import hash_tensor
-from zero.core.owner import owner_of
-from zero.core.values import assemble, exact_piece, gradient
 from zero.tools.check.plain_engine import PlainEngine, Step, Values
+from zero.utils.full import safe_get_full_fp32_param, safe_get_full_grad
 
 
 @dataclass(frozen=True)
@@ -139,34 +138,27 @@ def weights(engine: Any) -> Values:
         return engine.weights()
     values: Values = {}
     for name, param in engine.module.named_parameters():
-        owner = owner_of(param)
-        if owner is not None and owner.unit.shard.master is not None:
-            values[name] = assemble(owner, exact_piece(owner)).view(param.shape).cpu()
-        else:
+        exact = safe_get_full_fp32_param(param)
+        if exact is None:
             with GatheredParameters(param):
-                values[name] = param.detach().cpu().clone()
+                exact = param.detach().clone()
+        values[name] = exact.cpu()
     return values
 
 
-@torch.no_grad()
 def gradients(engine: Any) -> Values:
     """The gradient of each trained parameter as the step will take it, before it is clipped, on the CPU; collective.
 
     What the step would reduce first is reduced now.
     """
-    values: Values = {}
     if engine.optimizer is None:
-        return values
+        return {}
     sharded = engine._sharded
     sharded.reducer.before_step()
     if any(agree(bool(sharded.reducer.late), sharded.world)):
         sharded.reducer.end(force=True)
-    for name, param in engine.module.named_parameters():
-        owner = owner_of(param)
-        if owner is not None and owner.unit.gradients is not None:
-            whole = gradient(owner, "zero check")
-            values[name] = whole.mul_(engine.optimizer.gradient_factor).view(param.shape).cpu()
-    return values
+    found = {name: safe_get_full_grad(param) for name, param in engine.module.named_parameters()}
+    return {name: grad.cpu() for name, grad in found.items() if grad is not None}
 
 
 def hashes(values: Values) -> dict[str, int]:

@@ -24,7 +24,7 @@ from zero.plan.formats import ITEMSIZE
 from zero.sizes.cost import ModelCost, shape_cost
 from zero.sizes.estimate import DEFAULT, GB, PlanRow, estimate
 from zero.sizes.lines import of_each, wrapped
-from zero.sizes.rates import DEVICES, Rates, measured
+from zero.sizes.rates import DEVICES, Rates
 from zero.sizes.shape import Shape, shape_of
 from zero.tools.plan.groups import ranks_per_host
 from zero.tools.plan.search import Setup, candidates
@@ -141,6 +141,8 @@ class PlannedModel:
 
     def rates(self, settings: Config) -> tuple[Rates, str]:
         """Of this machine, and a note on whose FLOP/s they are: the model's own, where it fits on it and runs."""
+        from zero.tools.plan.rank_rates import measured
+
         ranks, dtype = settings.world_size, settings.autocast_dtype or settings.compute_dtype
         why = "there is no model to run"
         if self.inputs is not None:

@@ -1,4 +1,4 @@
-"""Each collective of torch once, on ranks that `zero doctor` starts as `-m zero.tools.report.collectives BACKEND DIR`.
+"""Each collective of torch once, on ranks that `zero doctor` starts as `-m zero.tools.report.collectives DIR BACKEND`.
 
 Each rank writes what went wrong to a file in DIR that is called by its number.
 """
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from zero.core.world import local_device
 TIMEOUT = timedelta(seconds=60)
 
 
-def run(backend: str, folder: Path) -> bool:
+def run(folder: Path, backend: str) -> bool:
     """Join the ranks that were started together, run each collective and note what is not right; whether all is."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = local_device() if backend == "nccl" else torch.device("cpu")
@@ -40,68 +41,50 @@ def run(backend: str, folder: Path) -> bool:
     return not wrong
 
 
-Result = tuple[torch.Tensor, list[float]]
-
-
-def _own(rank: int, device: torch.device, numel: int = 1) -> torch.Tensor:
+def _filled(rank: int, device: torch.device, numel: int = 1) -> torch.Tensor:
     return torch.full((numel,), rank + 1.0, device=device)
 
 
-def _broadcast(rank: int, world: int, device: torch.device) -> Result:
-    values = _own(rank, device)
-    dist.broadcast(values, src=world - 1)
-    return values, [float(world)]
+def _called(collective: Callable[..., Any], values: torch.Tensor, *more: Any) -> torch.Tensor:
+    collective(values, *more)
+    return values
 
 
-def _all_reduce(rank: int, world: int, device: torch.device) -> Result:
-    values = _own(rank, device)
-    dist.all_reduce(values)
-    return values, [world * (world + 1) / 2]
+def _sent_on(rank: int, world: int, device: torch.device) -> torch.Tensor:
+    values = _filled(rank, device)
+    if world == 1:
+        return values
+    ways = [(dist.isend, values, (rank + 1) % world), (dist.irecv, torch.empty(1, device=device), (rank - 1) % world)]
+    for work in dist.batch_isend_irecv([dist.P2POp(*way) for way in ways]):
+        work.wait()
+    return ways[1][1]
 
 
-def _all_gather(rank: int, world: int, device: torch.device) -> Result:
-    values = torch.empty(world, device=device)
-    dist.all_gather_into_tensor(values, _own(rank, device))
-    return values, [index + 1.0 for index in range(world)]
+def _sum(world: int) -> list[float]:
+    return [world * (world + 1) / 2]
 
 
-def _reduce_scatter(rank: int, world: int, device: torch.device) -> Result:
-    values = torch.empty(1, device=device)
-    dist.reduce_scatter_tensor(values, _own(rank, device, world))
-    return values, [world * (world + 1) / 2]
-
-
-def _all_to_all(rank: int, world: int, device: torch.device) -> Result:
-    values = torch.empty(world, device=device)
-    dist.all_to_all_single(values, _own(rank, device, world))
-    return values, [index + 1.0 for index in range(world)]
-
-
-def _send_and_receive(rank: int, world: int, device: torch.device) -> Result:
-    values, before = _own(rank, device), (rank - 1) % world
-    if world > 1:
-        sent, values = values, torch.empty(1, device=device)
-        ways = [(dist.isend, sent, (rank + 1) % world), (dist.irecv, values, before)]
-        for work in dist.batch_isend_irecv([dist.P2POp(*way) for way in ways]):
-            work.wait()
-    return values, [before + 1.0]
-
-
-def _barrier(rank: int, world: int, device: torch.device) -> Result:
-    dist.barrier()
-    return _own(rank, device), [rank + 1.0]
-
-
-COLLECTIVES: dict[str, Callable[[int, int, torch.device], Result]] = {
-    "barrier": _barrier,
-    "broadcast": _broadcast,
-    "all-reduce": _all_reduce,
-    "all-gather": _all_gather,
-    "reduce-scatter": _reduce_scatter,
-    "all-to-all": _all_to_all,
-    "send and receive": _send_and_receive,
+Collective = Callable[[int, int, torch.device], tuple[torch.Tensor, list[float]]]
+COLLECTIVES: dict[str, Collective] = {
+    "barrier": lambda rank, world, on: (_called(lambda _: dist.barrier(), _filled(rank, on)), [rank + 1.0]),
+    "broadcast": lambda rank, world, on: (_called(dist.broadcast, _filled(rank, on), world - 1), [float(world)]),
+    "all-reduce": lambda rank, world, on: (_called(dist.all_reduce, _filled(rank, on)), _sum(world)),
+    "all-gather": lambda rank, world, on: (
+        _called(dist.all_gather_into_tensor, torch.empty(world, device=on), _filled(rank, on)),
+        [index + 1.0 for index in range(world)],
+    ),
+    "reduce-scatter": lambda rank, world, on: (
+        _called(dist.reduce_scatter_tensor, torch.empty(1, device=on), _filled(rank, on, world)),
+        _sum(world),
+    ),
+    "all-to-all": lambda rank, world, on: (
+        _called(dist.all_to_all_single, torch.empty(world, device=on), _filled(rank, on, world)),
+        [index + 1.0 for index in range(world)],
+    ),
+    "send and receive": lambda rank, world, on: (_sent_on(rank, world, on), [(rank - 1) % world + 1.0]),
 }
+"""By name: what a collective gives on this rank, and what it should have given."""
 
 
 if __name__ == "__main__":
-    sys.exit(0 if run(sys.argv[1], Path(sys.argv[2])) else 1)
+    sys.exit(0 if run(Path(sys.argv[1]), sys.argv[2]) else 1)
