@@ -86,7 +86,7 @@ def test_a_row_makes_a_configuration_that_runs(pool, choice: StageChoice, policy
     values = config(1, 2, accumulation=2)
     shape = Shape(3, 12, 25, 17)
     made = Setup(shape, shape_cost(shape, 5), load(values, 2), DEVICES["h100"], 2)
-    settings = apply(values, Search(made, choice).row(policy, 2).overrides())
+    settings = apply(values, Search(made, choice).row(policy, 2).sets)
     wanted = choice.stage, [] if policy == "none" else ["full" if policy == "host" else policy] * 3
     assert pool.run(2, trains, settings) == [wanted] * 2
 

@@ -175,7 +175,7 @@ def test_every_row_makes_a_configuration_that_is_one(start: dict[str, Any]) -> N
     rows = candidates(made)
     assert len(rows) > 100
     for row in rows:
-        found = load(apply(values, row.overrides()), 8)
+        found = load(apply(values, row.sets), 8)
         again = Search(replace(made, settings=found), row.choice).row(row.policy, row.micro_batch)
         assert (again.peak, again.step, again.links) == (row.peak, row.step, row.links)
         assert found.zero_optimization.stage == row.choice.stage

@@ -10,8 +10,8 @@ import pytest
 
 from zero.config import load
 from zero.sizes.trace import trace
-from zero.tools.plan.operators import operator_lines
 from zero.tools.plan.source import load_model
+from zero.tools.plan.table import operator_lines
 
 MODULE = """
     import torch

@@ -85,51 +85,32 @@ class ModelCost:
         """Of forward and backward, without recomputation: those of the model."""
         return sum(unit.forward_flops + unit.backward_flops for unit in self.units)
 
-    def recompute_flops(self, policies: str | Mapping[str, str] = "none") -> float:
-        """What is computed a second time."""
-        return sum(unit.recompute_flops[policy] for unit, policy in self._chosen(policies))
+    def activations(self, policy: str = "none", micro_batch: int = 1) -> float:
+        """Bytes that units keep on the device from forward to backward; `logits_saved` comes on top."""
+        return micro_batch * sum(unit.saved[policy] for unit in self.units)
 
-    def activations(self, policies: str | Mapping[str, str] = "none", micro_batch: int = 1) -> float:
-        """Bytes that units keep on the device from forward to backward; `logits_saved` comes on top.
-
-        policies: one for all, or by the names of units, "none" for those that are not there.
-        """
-        return micro_batch * sum(unit.saved[policy] for unit, policy in self._chosen(policies))
-
-    def on_host(self, policies: str | Mapping[str, str] = "none", micro_batch: int = 1) -> float:
+    def on_host(self, policy: str = "none", micro_batch: int = 1) -> float:
         """Bytes that units keep in host memory meanwhile."""
-        return micro_batch * sum(unit.on_host(policy) for unit, policy in self._chosen(policies))
+        return micro_batch * sum(unit.on_host(policy) for unit in self.units)
 
-    def peak(self, policies: str | Mapping[str, str] = "none", micro_batch: int = 1) -> float:
+    def peak(self, policy: str = "none", micro_batch: int = 1) -> float:
         """The most bytes that activations, logits included, take on the device at any time."""
-        return micro_batch * max(alive for _, alive in self.moments(policies))
+        return micro_batch * max(alive for _, alive, _ in self.moments(policy))
 
-    def moments(self, policies: str | Mapping[str, str] = "none") -> list[tuple[str, float]]:
-        """Bytes alive at most while the backward of each unit runs, by its name, and while that of the loss does.
+    def moments(self, policy: str = "none") -> list[tuple[str, float, float]]:
+        """Each unit's name, the most bytes alive while its backward runs, and those still there when it has ended.
 
-        While the backward of a unit runs, all that it keeps without recomputation is there, and what the units before
-        it keep; and where inputs rest on the host, that of the unit before is on its way back. What the root keeps is
-        there all the time.
+        The loss is the last of them. While the backward of a unit runs, all that it keeps without recomputation is
+        there, and what the units before it keep; and where inputs rest on the host, that of the unit before is on its
+        way back. What the root keeps is there all the time.
         """
         found, kept, coming = [], 0.0, 0.0
-        for unit, policy in sorted(self._chosen(policies), key=lambda chosen: bool(chosen[0].name)):
+        for unit in sorted(self.units, key=lambda unit: bool(unit.name)):
             alive = kept + coming + max(unit.saved[policy], unit.saved["none"]) + unit.working
-            found.append((unit.name, alive))
+            found.append((unit.name, alive, kept))
             kept += unit.saved[policy]
             coming = unit.on_host(policy)
-        return [*found, (LOSS, kept + self.logits)]
-
-    def kept_before(self, policies: str | Mapping[str, str] = "none") -> dict[str, float]:
-        """Bytes that are still there when the backward of each unit has ended, by its name."""
-        found, kept = {}, 0.0
-        for unit, policy in sorted(self._chosen(policies), key=lambda chosen: bool(chosen[0].name)):
-            found[unit.name] = kept
-            kept += unit.saved[policy]
-        return found
-
-    def _chosen(self, policies: str | Mapping[str, str]) -> list[tuple[UnitCost, str]]:
-        whole = isinstance(policies, str)
-        return [(unit, policies if whole else policies.get(unit.name, "none")) for unit in self.units]
+        return [*found, (LOSS, kept + self.logits, kept)]
 
 
 def shape_cost(shape: Shape, sequence: int, itemsize: int = 2) -> ModelCost:

@@ -80,7 +80,7 @@ class PlanRow:
     peak:        the most bytes on the device at one moment, activations included;
     links:       bytes that one rank sends in a step, and the seconds that one has, predicted;
     lacks:       what there is too little of, in words; empty where it fits;
-    sets:        what it sets in the JSON, by key with dots.
+    sets:        the keys of the JSON, with dots, that make a run this one.
     """
 
     choice: StageChoice
@@ -97,10 +97,6 @@ class PlanRow:
     step: Prediction | None = None
     lacks: tuple[str, ...] = ()
     sets: Mapping[str, Any] = field(default_factory=dict)
-
-    def overrides(self) -> dict[str, Any]:
-        """The keys of the JSON, with dots, that make a run this one."""
-        return dict(self.sets)
 
 
 @dataclass(frozen=True)

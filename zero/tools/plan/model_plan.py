@@ -28,7 +28,7 @@ from zero.sizes.rates import DEVICES, Rates
 from zero.sizes.shape import Shape, shape_of
 from zero.tools.plan.groups import ranks_per_host
 from zero.tools.plan.search import Setup, candidates
-from zero.tools.plan.table import name_of, nothing_fits, over_worlds, smallest, summary, table
+from zero.tools.plan.table import name_of, nothing_fits, operator_lines, over_worlds, smallest, summary, table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -169,8 +169,6 @@ class PlannedModel:
         """What `--trace` prints."""
         if self.inputs is None:
             raise ValueError("--trace: a number of parameters has no operators; give a model, as module:function")
-        from zero.tools.plan.operators import operator_lines
-
         return operator_lines(self.cost(_settings(self._given)), self._given.trace == "units")
 
     def layers(self) -> Iterator[str]:
@@ -205,7 +203,7 @@ def _searched(given: argparse.Namespace, setup: Setup) -> Iterator[str]:
 def _written(path: str, setup: Setup, row: PlanRow) -> Iterator[str]:
     if row.lacks:
         raise ValueError(f"--json: nothing fits, so there is no configuration to write ({'; '.join(row.lacks)})")
-    values = apply(setup.settings.raw, row.overrides())
+    values = apply(setup.settings.raw, row.sets)
     load(values, setup.ranks, filled=False)
     text = json.dumps(values, indent=2)
     if path != "-":

@@ -1,6 +1,6 @@
 """The rates of this machine: what one of several ranks reaches while the others do the same.
 
-Started as `-m zero.tools.plan.rank_rates DIR DTYPE WIDTH MODEL SEQUENCE`, each rank writes a JSON object with the fields
+Started as `-m zero.tools.plan.rank_rates DIR DTYPE WIDTH MODEL SEQUENCE`, each rank writes a JSON object with fields
 of `Rates` to a file in DIR. MODEL, SEQUENCE: as `zero plan` is given them, "" for transformer blocks.
 """
 

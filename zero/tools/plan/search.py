@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from zero.config import Config
 from zero.config.unavailable import lookup
@@ -160,14 +160,6 @@ def pace_of(row: PlanRow) -> float:
     return row.step.step / (row.micro_batch * row.accumulation)
 
 
-class Line(NamedTuple):
-    """Bytes at one moment, `at` the backward of a unit: of state, and of activations for each sample."""
-
-    at: str
-    state: float
-    sample: float
-
-
 class Search:
     """The rows of one choice."""
 
@@ -202,7 +194,7 @@ class Search:
         moved = self._moved(accumulation) if timed else []
         links = [sum_of(part.each.times(accumulation), part.once) for _, part in moved]
         links.append(Links(host_link=2 * accumulation * on_host * setup.mirrored))
-        alive = max(nbytes for at, nbytes in cost.moments(policy) if at != LOSS)
+        alive = max(nbytes for at, nbytes, _ in cost.moments(policy) if at != LOSS)
         kinds = {"activations": micro_batch * alive, "logits": micro_batch * cost.logits}
         row = replace(
             state,
@@ -211,7 +203,7 @@ class Search:
             micro_batch=micro_batch,
             accumulation=accumulation,
             inputs_on_host=on_host,
-            peak=max(line.state + line.sample * micro_batch for line in self.lines(policy, accumulation)),
+            peak=max(state + sample * micro_batch for state, sample in self._moments(policy, accumulation)),
             links=sum_of(*links),
             step=self._step(policy, micro_batch, accumulation) if timed else None,
             sets=_sets(setup, self.choice, policy, micro_batch, accumulation),
@@ -255,27 +247,27 @@ class Search:
         room = (1 - RESERVE) * setup.rates.device_memory - held.parameters - held.gathered - held.reduction
         return made(True) if costs.streams(room) and is_fused(setup.settings.optimizer) else (scheme, row)
 
-    def lines(self, policy: str, accumulation: int) -> list[Line]:
-        """Moments at which the most may be alive on the device."""
-        row, cost = self._state(accumulation)[0], self.setup.cost
-        kept = cost.kept_before(policy)
-        lines = [Line(at, row.moments[_within(at, row.moments)], alive) for at, alive in cost.moments(policy)]
-        lines += [Line(at, state, kept.get(at, 0.0)) for at, state in row.ends.items()]
-        return lines + [Line(at, state, 0.0) for at, state in row.moments.items()]
+    def _moments(self, policy: str, accumulation: int) -> list[tuple[float, float]]:
+        """When the most may be alive on the device: bytes of state, and of activations for each sample."""
+        row, moments = self._state(accumulation)[0], self.setup.cost.moments(policy)
+        left = {at: kept for at, _, kept in moments}
+        found = [(row.moments[_within(at, row.moments)], alive) for at, alive, _ in moments]
+        found += [(state, left.get(at, 0.0)) for at, state in row.ends.items()]
+        return found + [(state, 0.0) for state in row.moments.values()]
 
     def capacity(self, policy: str, accumulation: int) -> float:
         """Samples of a micro-batch for which there is room, with their part of one more; negative where there is none
         for the state."""
         setup, host = self.setup, self._state(accumulation)[0].host.memory
-        lines, away = self.lines(policy, accumulation), setup.cost.on_host(policy)
+        moments, away = self._moments(policy, accumulation), setup.cost.on_host(policy)
         if setup.mirrored:
-            rooms = [(setup.room, line) for line in lines]
-            rooms.append((setup.rates.host_memory, Line("host", host, away)))
+            left = [(setup.room - state, sample) for state, sample in moments]
+            left.append((setup.rates.host_memory - host, away))
         else:
-            rooms = [(setup.room, Line(line.at, line.state + host, line.sample + away)) for line in lines]
-        if any(line.state > room for room, line in rooms):
+            left = [(setup.room - state - host, sample + away) for state, sample in moments]
+        if any(room < 0 for room, _ in left):
             return -1.0
-        return min((room - line.state) / line.sample for room, line in rooms if line.sample)
+        return min(room / sample for room, sample in left if sample)
 
     def _step(self, policy: str, micro_batch: int, accumulation: int) -> Prediction:
         setup = self.setup

@@ -200,7 +200,7 @@ def _plain(row: PlanRow, mirrored: bool) -> dict[str, Any]:
         "bytes": row.peak + (0 if mirrored else row.host.memory + row.inputs_on_host),
         "sent": row.links.sent,
         "lacks": list(row.lacks),
-        "sets": row.overrides(),
+        "sets": dict(row.sets),
     }
 
 
