@@ -25,7 +25,7 @@ _HOMES = {
     "load_weights": "zero.engine.checkpoint.load_weights",
     "WeightUpdate": "zero.kernels.marks",
     "FusedOptimizer": "zero.optim.client",
-    "init_distributed": "zero.core.joining",
+    "init_distributed": "zero.engine.joining",
     "RepeatingLoader": "zero.data",
     "random_split": "zero.data",
     "seed_everything": "zero.data",
@@ -43,13 +43,13 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.config import ConfigError
     from zero.core.access import GatheredParameters, register_external_parameter, unregister_external_parameter
     from zero.core.hooks import register_forward_method
-    from zero.core.joining import init_distributed
     from zero.data import RepeatingLoader, random_split, seed_everything, skip_first_batches
     from zero.engine.arguments import add_config_arguments
     from zero.engine.checkpoint.load_weights import load_weights
     from zero.engine.engine import Engine
     from zero.engine.init import Init
     from zero.engine.initialize import initialize
+    from zero.engine.joining import init_distributed
     from zero.kernels.marks import WeightUpdate
     from zero.optim.client import FusedOptimizer
     from zero.sizes.estimate import estimate

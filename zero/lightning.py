@@ -34,11 +34,11 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from zero.checkpoint.plain_values import as_json, encode
 from zero.config.errors import ConfigError
 from zero.config.read import read
-from zero.core.joining import init_distributed
 from zero.core.world import local_device
 from zero.engine import Engine, initialize
 from zero.engine.checkpoint import random_state
 from zero.engine.init import Init
+from zero.engine.joining import init_distributed
 
 _SECTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "32-true": {},

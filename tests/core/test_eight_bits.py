@@ -21,7 +21,7 @@ from scenario import runs, same, settings
 from stand_in_device import DEVICE
 
 import zero
-from zero.core.feedback import ErrorFeedback
+from zero.core.reduction import ErrorFeedback
 from zero.kernels.wire import decode, encode
 from zero.utils.full import safe_get_full_fp32_param, safe_get_full_grad
 

@@ -22,7 +22,7 @@ from scenario import Model, run, settings
 from torch import nn
 
 import zero
-from zero.core.quantized import beside
+from zero.compat.bitsandbytes import beside
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: pip install bitsandbytes"

@@ -19,7 +19,7 @@ from ranks import said_by
 from scenario import Model, run, scenario, seeded
 from torch import nn
 
-from zero.core.hashing import hash_tensor
+from zero.engine.hashing import hash_tensor
 from zero.utils import safe_get_local_optimizer_state, safe_set_local_optimizer_state
 
 NAME = "blocks.1.up.bias"

@@ -28,7 +28,7 @@ FLOORS = {
     for number, names in {
         0: "log compat compat.names",
         1: "errors config plan launch",
-        2: "kernels watchdog",
+        2: "kernels watchdog compat.bitsandbytes",
         3: "memory",
         4: "core",
         5: "optim data checkpoint recompute tiled monitor compat.mpu compat.getters",
@@ -43,9 +43,9 @@ FLOORS = {
 STEPS_OF_CORE = {"zero.core": 0} | {
     f"zero.core.{name}": number
     for number, names in {
-        0: "launched rendezvous torch_private state feedback",
-        1: "world quantized tensors tree hashing leaf",
-        2: "joining comm mesh released",
+        0: "torch_private state",
+        1: "world tensors tree leaf",
+        2: "comm mesh released",
         3: "agree accumulator master param_buffer owner",
         4: "reduction shard initial_values",
         5: "gradients gathering refusals",

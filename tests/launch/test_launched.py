@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zero.core.launched import SLURM_PORTS, Launched, launched
+from zero.launch.launched import SLURM_PORTS, Launched, launched
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1",

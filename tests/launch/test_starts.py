@@ -27,7 +27,7 @@ from starting import WHO
 from torch import nn
 
 import zero
-from zero.core.rendezvous import met
+from zero.engine.meeting import met
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "tests" / "starting.py")
@@ -238,7 +238,7 @@ def meet(job: str) -> tuple[int, int]:
 
 def test_the_port_of_a_job_that_was_killed_is_not_believed(folder: Path) -> None:
     killed = "with met('job', 0, 0, 2, timedelta(seconds=9)): os.kill(os.getpid(), 9)"
-    program = f"import os\nfrom datetime import timedelta\nfrom zero.core.rendezvous import met\n{killed}"
+    program = f"import os\nfrom datetime import timedelta\nfrom zero.engine.meeting import met\n{killed}"
     subprocess.run([sys.executable, "-c", program], env=environment(TMPDIR=str(folder.parent)), check=False, timeout=60)
     assert len(list(folder.iterdir())) == 1
     port, read = meet("job")

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 
 from zero.core.accumulator import DeviceAccumulator, TreeAccumulator
-from zero.core.feedback import ErrorFeedback
 from zero.core.mesh import Mesh
-from zero.core.reduction import Accumulator, Reduction, reduce
+from zero.core.reduction import Accumulator, ErrorFeedback, Reduction, reduce
 from zero.core.torch_private import add_each, copy_each, multiply_each, zero_each
 from zero.core.tree import Leaf
 from zero.kernels.bucket import pack

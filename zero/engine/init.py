@@ -15,13 +15,13 @@ from zero.config import load
 from zero.config.sections import TIMEOUT
 from zero.core.init.builder import Builder, running
 from zero.core.init.deferred_param import DeferredParam, ShardStorage
-from zero.core.joining import init_distributed
 from zero.core.mesh import Meshes, mesh_of_one
 from zero.core.owner import owner_of
 from zero.core.world import local_device, make_world
 from zero.engine.arguments import launched_config, only_one
 from zero.engine.assignment import assigned_run
 from zero.engine.data_ranks import data_ranks
+from zero.engine.joining import init_distributed
 from zero.plan.sharding import Sharding
 
 _DATA_PARALLEL = "other parallelism than of data is not there yet; leave it out"

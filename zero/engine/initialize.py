@@ -21,7 +21,6 @@ from zero.config.optimizers import MuonParams
 from zero.config.read import read
 from zero.config.sections import TIMEOUT
 from zero.core.agree import agree, alike
-from zero.core.joining import init_distributed, refuse_alone
 from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import Meshes
 from zero.core.mixed_precision import MixedPrecisionPolicy
@@ -47,6 +46,7 @@ from zero.engine.assignment import assigned_run
 from zero.engine.data_ranks import data_ranks
 from zero.engine.description import run_facts
 from zero.engine.engine import Engine
+from zero.engine.joining import init_distributed, refuse_alone
 from zero.engine.precision import make_loss_scaler
 from zero.launch.contract import INITIALIZED
 from zero.log import counted, rank_zero, set_level

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.core import comm
-from zero.core.hashing import hash_of, hash_spans, hash_tensor
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
+from zero.engine.hashing import hash_of, hash_spans, hash_tensor
 from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.layout import Fragment, Span

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from zero.core.hashing import hash_of, hash_tensor
 from zero.core.tensors import tensors_in
 from zero.core.torch_private import untransformed
 from zero.core.world import World
+from zero.engine.hashing import hash_of, hash_tensor
 from zero.engine.status import Status
 from zero.log import log_once, rank_zero
 from zero.optim.norm import RankFlags, RankReport

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero.compat.bitsandbytes import beside, format_of
 from zero.config import load
-from zero.core.quantized import beside, format_of
 from zero.core.released import Released
 from zero.core.torch_private import parameter_of_class
 from zero.engine.checkpoint import random_state

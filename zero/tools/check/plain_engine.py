@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero.compat.bitsandbytes import format_of
 from zero.compat.getters import DeepSpeedGetters
 from zero.config import Config
 from zero.config.optimizers import ARGUMENTS, LambParams, MuonParams, torch_reason
 from zero.core.mixed_precision import DTYPES
-from zero.core.quantized import format_of
 from zero.core.world import Axis, backend_of, local_device
 from zero.data import Loader
 from zero.data.loader import make_loader

@@ -13,7 +13,7 @@ import torch
 
 from zero.core.access import GatheredParameters
 from zero.core.agree import agree
-from zero.core.hashing import hash_tensor
+from zero.engine.hashing import hash_tensor
 from zero.tools.check.plain_engine import PlainEngine, Step, Values
 from zero.utils.full import safe_get_full_fp32_param, safe_get_full_grad
 

@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zero.config.sections import ActivationCheckpointing
 from zero.core import comm
-from zero.core.joining import init_distributed
 from zero.core.world import Axis, local_device, make_world
+from zero.engine.joining import init_distributed
 from zero.log import counted
 from zero.recompute.modules import Recomputed
 from zero.recompute.policy import Policy

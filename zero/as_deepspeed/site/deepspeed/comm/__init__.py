@@ -10,7 +10,7 @@ import torch.distributed as _dist
 
 import zero as _zero
 from deepspeed._names import finder as _finder
-from zero.core.joining import refuse_nccl as _refuse_nccl
+from zero.engine.joining import refuse_nccl as _refuse_nccl
 
 _find = _finder(__name__, {})
 _engines: Any = weakref.WeakSet()  # those that deepspeed.initialize has made

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero.core.launched import PORT, Launched, launched
-from zero.core.rendezvous import met, own_store
 from zero.core.torch_private import nccl_options
 from zero.core.world import local_device
+from zero.engine.meeting import met, own_store
+from zero.launch.launched import PORT, Launched, launched
 from zero.log import rank_zero
 
 # How often this process has met the others where nobody had chosen a port, and the port of the last time. It stands in
@@ -38,7 +38,7 @@ def init_distributed(
     """Join the process group of the ranks that were started together; adopt the one that exists; else stay alone.
 
     The ranks may be those of `zero run`, torchrun, srun, or mpirun of Open MPI, MPICH or Intel MPI; see
-    `zero.core.launched`. Afterwards RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    `zero.launch.launched`. Afterwards RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     are set. A world of one process needs no process group. The signature is that of DeepSpeed.
 
     dist_backend: defaults to NCCL, with gloo for the hosts, where every local rank has a GPU of its own; else gloo.
