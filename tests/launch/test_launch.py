@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 from nodes import OURS, ROOT, alive, environment, eventually
@@ -200,12 +201,12 @@ def test_of_ranks_that_die_together_the_killed_one_is_named():
     assert (first.text, first.status) == ("rank 1 failed first, with exit code 4 (pid 7)", 4)
 
 
-def test_log_dir_has_a_file_per_rank(zero, tmp_path, script):
-    logs = tmp_path / "logs"
-    ended = zero(
-        "run", "--num_gpus", "2", "--log_dir", str(logs), script("import os; print('I am', os.environ['RANK'])")
-    )
-    assert ended.returncode == 0, ended.stderr
+def test_log_dir_has_a_file_per_rank_which_is_named_where_one_fails(zero, tmp_path, script):
+    logs, path = tmp_path / "logs", script("import os; print('I am', os.environ['RANK']); raise OSError('disk')")
+    ended = zero("run", "--num_gpus", "2", "--log_dir", str(logs), path)
+    assert ended.returncode == 1, ended.stderr
+    (log,) = re.findall(r"exit code 1 .*: OSError: disk; its output is in (.+)", ended.stderr)
+    assert Path(log).read_text().endswith("OSError: disk\n")
     assert sorted(file.read_text() for file in logs.rglob("stdout.log")) == ["I am 0\n", "I am 1\n"]
     assert sorted(ended.stdout.splitlines()) == ["[rank 0]: I am 0", "[rank 1]: I am 1"]
 

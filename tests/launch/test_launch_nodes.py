@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 from nodes import Nodes, alive, environment, eventually, pids
 from ports import free_port
@@ -58,34 +57,6 @@ if rank == 2:
         ]
         (warning,) = nodes.said()  # of the first host, for all
         assert warning.startswith("zero run: warning: 3 ranks ran, and none called zero.initialize()")
-
-
-def test_the_first_failure_is_told_once_with_its_message_and_its_log(launchers, tmp_path):
-    text = (
-        BEGIN
-        + """
-note(f"{rank}.pid", os.getpid())
-noted("*.pid", 2)
-if rank == 1:
-    print("starts", "in pieces", file=sys.stderr)
-    raise RuntimeError("boom in rank 1")
-if rank == 0:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # an end that follows, and no cause
-time.sleep(600)
-"""
-    )
-    with Nodes(launchers, tmp_path, {"a": 1, "b": 1}, text, f"--log_dir={tmp_path / 'logs'}") as nodes:
-        assert nodes.wait() == [1, 1]
-        (line,) = nodes.said()
-        assert line in nodes.err["b"]
-        found = re.fullmatch(
-            r"zero run: rank 1 on host b failed first, with exit code 1 \(pid \d+\): RuntimeError: boom in rank 1; "
-            r"its output is in (.+)",
-            line,
-        )
-        assert "[b rank 1]: starts in pieces\n" in nodes.err["b"]
-        assert Path(found[1]).read_text().endswith("RuntimeError: boom in rank 1\n")
-        assert not any(alive(pid) for pid in pids(nodes.files("*.pid", 2)))
 
 
 def test_a_signal_to_one_host_ends_all(launchers, tmp_path):

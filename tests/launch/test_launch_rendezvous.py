@@ -66,22 +66,22 @@ def first_host(given: Terms, where: tuple[str, int]) -> tuple[RendezvousServer, 
 
 
 @contextlib.contextmanager
-def met(given: Terms, nodes: tuple[int, ...] = (1, 2)) -> Iterator[tuple[RendezvousServer, list]]:
-    """The first host, and the others of `nodes`."""
+def met(given: Terms, nodes: tuple[int, ...] = (1, 2)) -> Iterator[tuple[RendezvousServer, tuple[str, int], list]]:
+    """The first host and its address, and the hosts: that one, and the others of `nodes`."""
     where = ("127.0.0.1", free_port())
     server, first = first_host(given, where)
     members = [first, *(RendezvousClient(given, node, where) for node in nodes)]
     for member in members:
         member.open()
     try:
-        yield server, members
+        yield server, where, members
     finally:
         for member in reversed(members):
             member.close()
 
 
 def test_who_does_not_come_is_named():
-    with met(terms(patience=3.0), nodes=(2,)) as (_, members):
+    with met(terms(patience=3.0), nodes=(2,)) as (_, _, members):
         assert until(lambda: all(member.end for member in members))
         assert {member.end.text for member in members} == {"host b did not come within 3 s"}
         assert (members[0].end.node, members[0].end.status) == (0, 1)
@@ -97,19 +97,17 @@ def test_a_first_host_that_does_not_answer_is_named():
 
 
 def test_a_host_that_falls_silent_is_lost_though_its_connection_stands(impatient):
-    with met(terms(), nodes=(1,)) as (_, members):
-        where = members[1]._where
-        with socket.create_connection(where) as silent:
-            link = linked(silent)
-            link.send(kind="hello", node=2, terms=terms().word())
-            assert until(lambda: all(member.run_id for member in members))
-            assert until(lambda: all(member.end for member in members))
-            (found,) = {member.end for member in members}
-            assert (found.text, found.node) == ("host c is lost: nothing was heard from it for 3 s", 0)
+    with met(terms(), nodes=(1,)) as (_, where, members), socket.create_connection(where) as silent:
+        link = linked(silent)
+        link.send(kind="hello", node=2, terms=terms().word())
+        assert until(lambda: all(member.run_id for member in members))
+        assert until(lambda: all(member.end for member in members))
+        (found,) = {member.end for member in members}
+        assert (found.text, found.node) == ("host c is lost: nothing was heard from it for 3 s", 0)
 
 
 def test_hosts_start_without_one_that_the_launcher_has_lost():
-    with met(terms(min_nodes=2), nodes=(1,)) as (_, members):
+    with met(terms(min_nodes=2), nodes=(1,)) as (_, _, members):
         members[0].relay({"kind": "lost", "node": 2, "text": "ssh: Connection refused", "status": 255})
         assert until(lambda: all(member.run_id for member in members))
         for member in members:
@@ -119,17 +117,16 @@ def test_hosts_start_without_one_that_the_launcher_has_lost():
 
 
 def test_who_does_not_belong_is_refused_and_the_others_go_on():
-    with met(terms(), nodes=(1,)) as (server, members):
-        port = members[1]._where[1]
-        stranger = RendezvousClient(terms(restarts=5), 2, ("127.0.0.1", port))
-        twin = RendezvousClient(terms(), 1, ("127.0.0.1", port))
-        assert until(lambda: len(server._members) == 2)
+    with met(terms(), nodes=(1,)) as (server, where, members):
+        stranger = RendezvousClient(terms(restarts=5), 2, where)
+        twin = RendezvousClient(terms(), 1, where)
+        assert until(lambda: server.addresses)  # one has come
         for other, text in ((stranger, "another hostfile"), (twin, "--node_rank 1 is or was part of the job")):
             other.open()
             assert until(lambda other=other: other.end)
             assert text in other.end.text and other.end.status == 2
             other.close()
-        late = RendezvousClient(terms(), 2, ("127.0.0.1", port))
+        late = RendezvousClient(terms(), 2, where)
         late.open()
         assert until(lambda: all(member.run_id for member in (*members, late)))
         late.close()
@@ -177,15 +174,14 @@ def recorded(where: tuple[str, int]) -> tuple[threading.Thread, tuple[str, int],
 
 
 def test_strangers_end_nothing_and_learn_nothing(said, impatient):
-    with met(terms(), nodes=()) as (server, (first,)), contextlib.ExitStack() as stack:
-        where = first._where
+    with met(terms(), nodes=()) as (server, where, (first,)), contextlib.ExitStack() as stack:
         between, there, sent = recorded(where)
         spied, last = RendezvousClient(terms(), 1, there), RendezvousClient(terms(), 2, where)
         stack.callback(between.join)
         stack.callback(spied.close)
         stack.callback(last.close)
         spied.open()
-        assert until(lambda: set(server._members) == {0, 1})
+        assert until(lambda: server.addresses)
         number = b"".join(sent).partition(b"\n")[0] + b"\n"
         forged = json.dumps({"kind": "end", "text": "forged", "status": 3, "signal": 15}).encode() + b"\n"
         spoken = {
@@ -212,7 +208,6 @@ def test_strangers_end_nothing_and_learn_nothing(said, impatient):
         # And those who are many do not keep out a host of the job.
         crowd = [stack.enter_context(socket.create_connection(where)) for _ in range(300)]
         assert NOTHING.fullmatch(heard(crowd[0]))
-        assert len(server._unknown) <= rendezvous_server._UNKNOWN
         last.open()
         members = (first, spied, last)
         assert until(lambda: all(member.run_id for member in members))

@@ -109,7 +109,7 @@ def told(out: str) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize(("name", "number"), [("SIGINT", 2), ("SIGTERM", 15), *longer(("SIGHUP", 15), ("SIGQUIT", 15))])
-def test_the_first_host_is_told_of_a_signal_and_the_others_end_with_it(two: Hosts, name: str, number: int) -> None:
+def test_hosts_are_told_of_a_signal(two: Hosts, name: str, number: int) -> None:
     for host in ("n1", "n2"):
         two.host(host, OBEYS)
     process = two.start("run", "-H", "H", "--no_check", "t.py", job_runner__NodeGroup__leisure=0.2)
@@ -119,8 +119,7 @@ def test_the_first_host_is_told_of_a_signal_and_the_others_end_with_it(two: Host
     status, out, err = two.finish(process)
     assert status == 128 + sent
     assert err == f"zero run: stopped by {name}\n"
-    assert (told(out)["n1"]["kind"], told(out)["n1"]["signal"]) == ("end", number)
-    assert told(out)["n2"]["kind"] == "closed"
+    assert [(each["kind"], each["signal"]) for each in told(out).values()] == [("end", number)] * 2
     assert two.nothing_left()
 
 
@@ -161,7 +160,7 @@ def test_the_first_host_is_told_of_another_that_fails(hosts: Hosts, does: str, s
     hosts.host("n3", OBEYS)
     ended, out, err = hosts.run(job_runner__NodeGroup__leisure=0.2)
     assert told(out)["n1"] == {"kind": "lost", "node": 1, "text": text, "status": status}
-    assert told(out)["n3"]["kind"] == "closed"
+    assert told(out)["n3"]["kind"] == "end"
     assert ended == status, err
     assert hosts.nothing_left()
 
@@ -171,7 +170,7 @@ def test_where_the_first_host_is_lost_the_others_end_with_it(hosts: Hosts) -> No
     hosts.host("n2", OBEYS)
     hosts.host("n3", OBEYS)
     status, out, err = hosts.run("--min_nodes", "1", job_runner__NodeGroup__leisure=0.2)
-    assert (status, [each["kind"] for each in told(out).values()]) == (255, ["closed"] * 2)
+    assert (status, [each["kind"] for each in told(out).values()]) == (255, ["end"] * 2)
     assert err.endswith("zero run: host n1 is lost: ssh: connect to host n2 port 22: Connection refused\n")
     assert hosts.nothing_left()
 

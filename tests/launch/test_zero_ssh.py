@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 import pytest
-from fake_hosts import TIMEOUT, Hosts, read_until
-from marks import longer
+from fake_hosts import TIMEOUT, Hosts
 
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Hosts:
     return Hosts(tmp_path, "n1", "n2", "n3")
-
-
-def test_one_argument_is_a_line_for_the_shell(hosts: Hosts) -> None:
-    status, out, err = hosts.zero("ssh", "-f", "H", "echo $((1 + 1)) 'a  b' && printf last; echo oh >&2")
-    assert status == 0
-    assert sorted(out.splitlines()) == [f"n{host}: {text}" for host in (1, 2, 3) for text in ("2 a  b", "last")]
-    assert sorted(err.splitlines()) == ["n1: oh", "n2: oh", "n3: oh"]
 
 
 def test_several_arguments_are_what_they_are(hosts: Hosts) -> None:
@@ -40,19 +31,6 @@ def test_the_first_failure_in_the_order_of_the_file_is_the_status(hosts: Hosts) 
         "zero ssh: failed on 2 of 3 hosts: n2 (exit status 7), n3 (exit status 255, which is ssh's own when it has no "
         "connection)",
     ]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, *longer(signal.SIGTERM)])
-def test_a_signal_ends_it_everywhere(hosts: Hosts, number: int) -> None:
-    # The first ends when it is asked to, the second with what is started in the background only when it is killed.
-    hosts.host("n2", 'exec sh -c "$(printf %s "$1" | sed "s/echo/trap : TERM INT; sleep 970 \\& echo/")"')
-    process = hosts.start("ssh", "-f", "H", "-i", "n1@n2", "echo up; sleep 971; sleep 972")
-    read_until(process.stdout, b"n2: up\n")
-    process.send_signal(number)
-    status, _, err = hosts.finish(process)
-    assert status == 128 + number
-    assert err.endswith(f"zero ssh: stopped by {signal.Signals(number).name}\n")
-    assert hosts.nothing_left()
 
 
 def test_it_ends_with_its_reader(hosts: Hosts) -> None:

@@ -1,8 +1,8 @@
 """The stdin of a host's launcher that `zero run` has started from elsewhere: what is heard of the one who started it.
 
-It brings the secret of the job as its first line. On the first host, which decides for all, lines with messages follow:
-that the launcher is there, every second; that it was stopped; that ssh has lost another host. On the other hosts
-nothing follows. Its end says on every host that the launcher is gone.
+It brings the secret of the job as its first line, and then lines with messages. On the first host, which decides for
+all: that the launcher is there, every second; that it was stopped; that ssh has lost another host. On the others: that
+it was stopped, for one that has not reached the first host yet. Its end says on every host that the launcher is gone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero.launch.contract import SECRET_VARIABLE, SILENCE
+from zero.launch.contract import SECRET_VARIABLE
 from zero.launch.launch_messages import LaunchError
 
 HELD, SECRET = "held", "secret"
@@ -28,12 +28,12 @@ _PATIENCE = 60.0  # seconds for the launcher to hand it over
 class LauncherPipe:
     """Hands on the messages that come by stdin, and adds SIGHUP to `signals` when the launcher is gone.
 
-    It is gone at the end of stdin and, where there is `handle` for its messages, after `SILENCE` seconds without one.
-    The ranks get an empty stdin.
+    It is gone at the end of stdin, and after `patience` seconds without a message. The ranks get an empty stdin.
     """
 
-    def __init__(self, signals: list[int], handle: Callable[[dict[str, Any]], None] | None) -> None:
+    def __init__(self, signals: list[int], handle: Callable[[dict[str, Any]], None], patience: float | None) -> None:
         self._signals = signals
+        self._patience = patience
         self._handle = handle
         self._stdin = take_stdin()
         threading.Thread(target=self._run, name="zero-launcher-pipe", daemon=True).start()
@@ -42,13 +42,13 @@ class LauncherPipe:
         rest = b""
         while data := self._read():
             *lines, rest = (rest + data).split(b"\n")
-            for line in lines if self._handle is not None else ():
+            for line in lines:
                 self._handle(json.loads(line))
         self._signals.append(signal.SIGHUP)
 
     def _read(self) -> bytes:
         """What comes next; nothing where the launcher is gone."""
-        ready, _, _ = select.select([self._stdin], [], [], None if self._handle is None else SILENCE)
+        ready, _, _ = select.select([self._stdin], [], [], self._patience)
         try:
             return os.read(self._stdin, _CHUNK) if ready else b""
         except OSError:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zero.launch.args.run import RunRequest
-from zero.launch.contract import LOST
+from zero.launch.contract import LOST, SILENCE
 from zero.launch.launch_messages import LaunchError, say
 from zero.launch.node.attempt_end import signal_name
 from zero.launch.node.launcher_pipe import SECRET, LauncherPipe, take_stdin
@@ -105,8 +105,8 @@ class Node:
     def _listen(self) -> None:
         """Take stdin from the ranks of several hosts, and hear there the launcher that has started this one."""
         if self._started_by_launcher:
-            decides = self._plan.node == 0 and self._request.hosts.stdin == SECRET
-            LauncherPipe(self.signals, self.rendezvous.relay if decides else None)
+            patience = SILENCE if self._plan.node == 0 and self._request.hosts.stdin == SECRET else None
+            LauncherPipe(self.signals, self.rendezvous.relay, patience)
         elif self.rendezvous.host is not None:
             os.close(take_stdin())
 

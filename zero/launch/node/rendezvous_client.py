@@ -143,9 +143,11 @@ class RendezvousClient:
         self._finish(AttemptEnd(text, status))
 
     def relay(self, message: dict[str, Any]) -> None:
-        """On the first host: take a message of the launcher that has started the hosts."""
+        """Take a message of the launcher that has started the hosts."""
         if self._server is not None:
             self._server.handle(None, message)
+        elif self._connection is None and message["kind"] == "end":  # the first host does not reach this one yet
+            self._finish(AttemptEnd(message["text"], message["status"]))
 
     def close(self) -> None:
         """Leave; on the first host, once the others have heard the last word. Nothing is heard after this."""

@@ -42,7 +42,7 @@ def run(job: Job) -> int:
             processes.append(Process(launcher, command._replace(environment=with_secret)))
         else:
             name = job.world.hosts[command.node].name
-            processes.append(NodeProcess(name, command, secret, processes[0] if processes else None))
+            processes.append(NodeProcess(name, command, secret))
     # Whatever mpirun, say, has started on this machine would outlive it. An ssh leaves nothing, unless the user
     # wants it to: a connection that other commands share.
     descendants = None if launcher == "ssh" else Descendants(adopt=True)
@@ -60,15 +60,11 @@ def require(program: str, launcher: str) -> None:
 
 
 class NodeProcess(Process):
-    """The ssh of one host. The first host decides for all: the launcher speaks to it, and closes the stdin of others.
+    """The ssh of one host."""
 
-    first: of the first host; None for that itself.
-    """
-
-    def __init__(self, name: str, command: Command, secret: str, first: NodeProcess | None) -> None:
+    def __init__(self, name: str, command: Command, secret: str) -> None:
         super().__init__(name, command)
         self._secret = secret
-        self._first = first
 
     def start(self) -> None:
         """Start it, and hand over the secret."""
@@ -76,16 +72,13 @@ class NodeProcess(Process):
         self.write(self._secret.encode() + b"\n")
 
     def tell(self, **message: Any) -> None:
-        """Send the first host a message of the launcher."""
+        """Send the host a message of the launcher."""
         self.write(json.dumps(message).encode() + b"\n")
 
     def ask(self, number: int) -> None:
-        """Ask the first host to end the job, as the signal `number` would; others hear it from there while it is."""
-        if self._first is None:
-            number = number if number == signal.SIGINT else signal.SIGTERM
-            self.tell(kind="end", text="", status=128 + number, signal=number)
-        elif self._first.status is not None:
-            self.close_stdin()
+        """Ask it to end the job, as the signal `number` would: the first host does, others before they reach that."""
+        number = number if number == signal.SIGINT else signal.SIGTERM
+        self.tell(kind="end", text="", status=128 + number, signal=number)
 
     def loss(self) -> str | None:
         """Why the host is lost, in the words of ssh where it said some; None where its launcher has said so."""
