@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from checkpoint_files import engine_of, index_of, same, step, tensors
 from launching import Launchers
+from marks import longer
 from ranks import Pool
 
 BESIDE = {"zero": {"checkpoint": {"async": True}}}
@@ -86,7 +87,7 @@ def test_two_engines_save_into_one_folder(tmp_path: Path) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, *longer(1)])
 def test_training_goes_on_and_what_is_written_is_of_the_step_of_the_call(
     pool: Pool, tmp_path: Path, stage: int
 ) -> None:
