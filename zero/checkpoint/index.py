@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
-from zero.plan.cut import Box, untidy
+from zero.plan.cut import Box, box_error
 
 VERSION = 2  # written where a tensor lies in boxes; else what a reader of version 1 knows
 CHUNK = 1 << 20  # bytes that share one checksum; a reader of a part of a part reads less than this too much at each end
@@ -83,7 +83,7 @@ class Stored:
             end += part.numel
         if end != self.numel:
             return f"elements {end} to {self.numel}"
-        return untidy(self.shape, self.boxes)
+        return box_error(self.shape, self.boxes)
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class Reader:
         for box, at in wanted:
             begin = 0
             for other in there:
-                common = box.meet(other)
+                common = box.intersect(other)
                 if common is not None:
                     first, stop = other.index(common.offset), other.index(_last(common)) + 1
                     read = torch.empty(stop - first, dtype=out.dtype)

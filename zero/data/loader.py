@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zero.config import Config
 from zero.data.iterables import RankIterable, WorkerBatch, WorkerCollate
-from zero.data.position import Dealt, Partition, Position
+from zero.data.position import BatchCounts, Partition, Position
 from zero.data.samplers import RankBatchSampler, RankSampler, SeededDataset
 
 ROUTES = ("train", "eval", "predict")  # DeepSpeed's words for what a loader is used for; only "train" shuffles
@@ -105,7 +105,7 @@ class Loader:
             seeded = SeededDataset(dataset) if num_workers else dataset
             self._loader = DataLoader(seeded, batch_sampler=self._source, collate_fn=collate_fn, **common)
         self._here = self._next = self._partition.begin(0)
-        self.on_batch: Callable[[Dealt], None] | None = None
+        self.on_batch: Callable[[BatchCounts], None] | None = None
         self._loads = 0  # positions loaded so far; a pass begun before the last load ends
 
     @property
@@ -141,12 +141,12 @@ class Loader:
                 self._here = self._partition.begin(at.epoch + 1)
                 return
             if self.on_batch is not None:
-                self.on_batch(self._dealt(at))
+                self.on_batch(self._counts(at))
             if isinstance(batch, WorkerBatch):
-                at = at.further(batch.count * self._partition.world_size, batch.worker)
+                at = at.after(batch.count * self._partition.world_size, batch.worker)
                 batch = batch.batch
             else:
-                at = at.further(self._per_batch)
+                at = at.after(self._per_batch)
             self._here = at
             yield batch
 
@@ -155,17 +155,17 @@ class Loader:
         """The number of samples that a full batch of indices adds to `Position.seen`."""
         return self.batch_size * (1 if self._partition.source == "sampler" else self._partition.world_size)
 
-    def _dealt(self, at: Position) -> Dealt:
+    def _counts(self, at: Position) -> BatchCounts:
         """The batch after a position."""
         turn, ranks = self._partition.turns[0], self._partition.world_size
         if not isinstance(self.sampler, DistributedSampler) or self.sampler.num_replicas != ranks:
-            return Dealt(None, None, turn)
+            return BatchCounts(None, None, turn)
         if isinstance(self.sampler, RankSampler):
             seen, end = at.seen[0], at.start[0] + self.sampler.left(at.start[0]) * ranks
         else:
             seen, end = at.seen[0] * ranks, self.sampler.total_size
         given = min(self.batch_size * ranks, end - seen)
-        return Dealt(given, min(given, max(0, len(self.sampler.dataset) - seen)), turn)
+        return BatchCounts(given, min(given, max(0, len(self.sampler.dataset) - seen)), turn)
 
     def _begin(self, at: Position) -> Iterator[Any]:
         """The batches after a position. torch's samplers shuffle when the first index is asked for."""

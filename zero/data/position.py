@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from zero.log import counted, rank_zero
 
 
-class Dealt(NamedTuple):
+class BatchCounts(NamedTuple):
     """One batch of each rank: `given` samples of all ranks together; the first `real` of them are not padding.
 
     First in the order of the pass, in which ranks take turns by `turn` samples. None if unknown to the loader.
@@ -37,7 +37,7 @@ class Position:
     batches: int = 0
     seen: tuple[int, ...] = (0,)
 
-    def further(self, samples: int, worker: int = 0) -> Position:
+    def after(self, samples: int, worker: int = 0) -> Position:
         """The position one batch further, of this many samples from this worker."""
         seen = tuple(count + samples * (number == worker) for number, count in enumerate(self.seen))
         return replace(self, batches=self.batches + 1, seen=seen)

@@ -12,7 +12,7 @@ from zero.core.agree import agree
 from zero.core.tensors import map_leaves
 from zero.core.world import Axis
 from zero.data import Loader
-from zero.data.position import Dealt
+from zero.data.position import BatchCounts
 
 L = TypeVar("L", Loader, None)
 
@@ -26,7 +26,7 @@ class Metrics:
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis = axis
         self._device = device
-        self._dealt: Dealt | None = None  # the batch that one of the engine's loaders gave last
+        self._batch: BatchCounts | None = None  # the batch that one of the engine's loaders gave last
 
     def follow(self, loader: L) -> L:
         """Let `gather_for_metrics` know the batches of a loader, if there is one; returns the loader."""
@@ -73,8 +73,8 @@ class Metrics:
         )
         return map_leaves(value, lambda leaf: leaf if leaf is None else next(reduced))
 
-    def _began(self, dealt: Dealt) -> None:
-        self._dealt = dealt
+    def _began(self, batch: BatchCounts) -> None:
+        self._batch = batch
 
     def _told(self, caller: str, leaves: Sequence[Any]) -> list[list[Any]]:
         """[dtype, shape] of each leaf on each rank; ValueError on all ranks where one has something else."""
@@ -106,17 +106,17 @@ class Metrics:
                     "less than one more for each rank: collect the values of a whole pass, or give the total of these"
                 )
             return 1, total
-        if self._dealt is None:
+        if self._batch is None:
             raise ValueError(
                 "gather_for_metrics: no loader of this engine has given a batch, so it is not known which samples are "
                 "padding; give total=, or take a loader of training_data or engine.deepspeed_io"
             )
-        if self._dealt.given not in (None, count):
+        if self._batch.given not in (None, count):
             raise ValueError(
                 f"gather_for_metrics: got {count} samples, and the last batch of this engine's loaders has "
-                f"{self._dealt.given} over all ranks; call it for each batch, before the next one, or give total="
+                f"{self._batch.given} over all ranks; call it for each batch, before the next one, or give total="
             )
-        return self._dealt.turn, self._dealt.real
+        return self._batch.turn, self._batch.real
 
     def _rows(self, leaf: torch.Tensor, longest: int) -> Iterator[torch.Tensor]:
         """Each rank's tensor [longest, ...], beyond its own samples filled with zeros."""

@@ -94,7 +94,7 @@ def by_mesh(units: Sequence[Unit]) -> dict[tuple[int, ...], list[int]]:
     return found
 
 
-def hosts_speak(world: World) -> bool:
+def hosts_connected(world: World) -> bool:
     """Whether `flags_of` works: the ranks' hosts can send messages without their GPUs."""
     return world.size == 1 or backend_of(world.group, torch.device("cpu")) == "gloo"
 

@@ -17,7 +17,7 @@ from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.kernels import cuda
 from zero.log import rank_zero
-from zero.optim.norm import RankFlags, RankReport, exact_norm, flags_of, global_norm, hosts_speak
+from zero.optim.norm import RankFlags, RankReport, exact_norm, flags_of, global_norm, hosts_connected
 from zero.optim.outcome import Numbers, Outcome
 from zero.optim.scaler import LossScaler
 from zero.optim.shard_optimizer import ShardOptimizer
@@ -314,7 +314,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         else:
             self._then = then
 
-    def begin_anew(self) -> None:
+    def forget_last_step(self) -> None:
         """Forget the last step, because a checkpoint was loaded."""
         self._last = self._last._replace(overflow=False, skipped=False)
 
@@ -335,7 +335,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sharded = self._sharded
         kernels = bool(sharded.trained) and cuda.kernels(sharded.device) is not None
         decides = kernels and self.shard_optimizer.factor_on_device and not self._updater.threaded
-        return decides and not sharded.numerics.tree and hosts_speak(sharded.world)
+        return decides and not sharded.numerics.tree and hosts_connected(sharded.world)
 
     def _unscaled(self, mean: float) -> float:
         reducer = self._sharded.reducer

@@ -33,7 +33,7 @@ class Box(NamedTuple):
         places = zip(at, self.offset, self.strides, strict=True)
         return sum((place - first) * stride for place, first, stride in places)
 
-    def meet(self, other: Box) -> Box | None:
+    def intersect(self, other: Box) -> Box | None:
         """The intersection of two boxes, or None."""
         first = tuple(map(max, self.offset, other.offset))
         stops = map(min, self._stops(), other._stops())
@@ -92,7 +92,7 @@ class Cut:
     boxes: tuple[Box, ...]
 
     def __post_init__(self) -> None:
-        if problem := untidy(self.shape, self.boxes):
+        if problem := box_error(self.shape, self.boxes):
             raise ValueError(f"Cut: {problem}")
 
     @property
@@ -122,12 +122,12 @@ class Cut:
         return Cut((*self.shape[:at], -(-inner[at] // block)), tuple(boxes))
 
 
-def untidy(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+def box_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """The error of boxes as parts of a tensor of this shape, or None."""
     for box in boxes:
-        if len(box.offset) != len(shape) or box.meet(whole(shape)) != box:
+        if len(box.offset) != len(shape) or box.intersect(whole(shape)) != box:
             return f"box {box.offset} + {box.sizes} does not lie in {tuple(shape)}"
     for at, box in enumerate(boxes):
-        if other := next((each for each in boxes[:at] if each.meet(box)), None):
+        if other := next((each for each in boxes[:at] if each.intersect(box)), None):
             return f"boxes {other.offset} + {other.sizes} and {box.offset} + {box.sizes} overlap"
     return None

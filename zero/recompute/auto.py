@@ -160,7 +160,7 @@ def agreed(choice: Choice, modules: int, axis: Axis) -> Choice:
     return Choice({number: _CODES[code] or Policy.FULL for number, code in enumerate(codes)}, nbytes)
 
 
-def say(choice: Choice, budget: int) -> None:
+def log_choice(choice: Choice, budget: int) -> None:
     """Log the choice."""
     count = Counter(choice.policies.values())
     fits = choice.nbytes <= budget

@@ -19,7 +19,7 @@ from zero.config.sections import ActivationCheckpointing, Recompute
 from zero.core.world import Axis
 from zero.log import rank_zero
 from zero.plan.patterns import outermost
-from zero.recompute.auto import Auto, agreed, say
+from zero.recompute.auto import Auto, agreed, log_choice
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER, Scope
 from zero.recompute.policy import Policy
@@ -142,7 +142,7 @@ class Recomputing:
         if self._auto is None:
             return
         choice = agreed(self._auto.choose(), len(self.modules), axis)
-        say(choice, self._auto.budget)
+        log_choice(choice, self._auto.budget)
         for number, module in enumerate(self.modules):
             module.policy, module.auto = choice.policies[number], None
         self._auto = None

@@ -147,7 +147,7 @@ def hang_report(view: View, waits: str) -> str:
     parts = [f"{ranks_text(ranks)}: {phrase}" for phrase, ranks in ordered[:MOST_GROUPS]]
     if len(ordered) > MOST_GROUPS:
         parts.append(f"{ranks_text(rank for _, ranks in ordered[MOST_GROUPS:] for rank in ranks)}: elsewhere")
-    if any(_parted(waits, seen.record) for seen in view.others.values() if seen.silent < view.silence):
+    if any(_diverged(waits, seen.record) for seen in view.others.values() if seen.silent < view.silence):
         parts.append(REMEDY)
     if any(seen.record.phase is Phase.SAVE and not seen.record.fault for seen in view.others.values()):
         parts.append(f"either {SAVES}, or {FEWER}")
@@ -167,7 +167,7 @@ FEWER = "ranks had different numbers of batches, which a loader of initialize(tr
 SAVES = "save_checkpoint() was called on some ranks only: it is for all, so not inside of `if rank == 0:`"
 
 
-def _parted(waits: str, record: Record) -> bool:
+def _diverged(waits: str, record: Record) -> bool:
     """Whether that rank waits in vain like this one, but for another unit."""
     both = (waits, record.waits)
     return (

@@ -87,7 +87,7 @@ def restore(
         _load_groups(engine, shared["groups"], optimizer, takes)
         if optimizer and shared["loss_scaler"] is not None:
             engine.optimizer.loss_scaler.load_state_dict(dict(shared["loss_scaler"]))
-        engine.optimizer.begin_anew()
+        engine.optimizer.forget_last_step()
     if training.randomness is not None and shared["randomness"] is not None:
         training.randomness.load_state_dict(shared["randomness"])
     if training.replicas is not None:
