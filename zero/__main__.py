@@ -163,7 +163,7 @@ def _ssh(args: argparse.Namespace) -> int:
 
 
 def _schema(args: argparse.Namespace) -> int:
-    from zero.engine.whole_schema import whole_schema
+    from zero.tools.whole_schema import whole_schema
 
     print(json.dumps(whole_schema(), indent=2))
     return 0

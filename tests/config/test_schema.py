@@ -16,7 +16,7 @@ import pytest
 from mistakes import CONFIGS
 
 from zero.config import json_schema, load
-from zero.engine.whole_schema import whole_schema
+from zero.tools.whole_schema import whole_schema
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.json"))

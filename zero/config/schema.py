@@ -21,7 +21,7 @@ def json_schema(others: Mapping[str, Mapping[str, Shape]] = MappingProxyType({})
     """The JSON Schema of a config file, with the other names of keys, and `"auto"` as a value of any key.
 
     others: for the sections optimizer and scheduler, the schema of `params` by `type`, of the classes that need torch
-    to be known: see `zero.engine.whole_schema`. Without them any type passes, and only the arguments of our own
+    to be known: see `zero.tools.whole_schema`. Without them any type passes, and only the arguments of our own
     optimizers are checked.
     """
     schema = File.model_json_schema()
