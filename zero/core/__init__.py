@@ -1,1 +1,1 @@
-"""The sharding core: the only folder that talks to other ranks. Imports run mesh < comm < unit < hooks < wrap."""
+"""The sharding core: the only folder that talks to other ranks and owns streams. Imports point down in its floors."""

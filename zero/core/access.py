@@ -82,7 +82,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         for unit in self._units:
-            unit.shard.settle()  # may raise what an update has failed with; then nobody holds anything
+            unit.shard.settle()  # may raise what an update has failed with, while nothing is held
         self._were_full = [unit.state is not State.SHARDED for unit in self._units]
         for unit in self._units:
             if not unit.shard.fetch():
@@ -94,7 +94,7 @@ class GatheredParameters:
                 unit.holds, held = unit.holds + 1, held + 1
             for unit in self._units:
                 unit.wait()
-                unit.take_writes()  # whoever wrote before the block did so by other rules
+                unit.take_writes()  # writes before the block follow other rules
         except BaseException:
             for unit, was_full in zip(self._units[:held], self._were_full, strict=False):
                 unit.holds -= 1

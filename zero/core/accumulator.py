@@ -46,7 +46,7 @@ class DeviceAccumulator:
         return self._sum
 
     def hand_over(self) -> torch.Tensor:
-        """The sum, for whoever uses it up; nothing is written into it before `clear` and the next `add`."""
+        """The sum, to be used up; nothing is written into it before `clear` and the next `add`."""
         total, self._sum = self.total(), None
         return total
 
@@ -76,7 +76,7 @@ class TreeAccumulator(DeviceAccumulator):
 
     There is one over the micro-batches' first backwards, one over their second ones: each backward is reduced by
     itself, so a micro-batch that runs two of them is two leaves, of two trees. These are added in their order at the
-    end. Whoever reads the total ends the trees: what comes later is added to it as a whole.
+    end. Reading the total ends the trees: what comes later is added to it as a whole.
 
     leaf: which backward is being added.
     """

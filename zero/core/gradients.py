@@ -90,7 +90,7 @@ class Gradients:
 
     @property
     def shard(self) -> torch.Tensor | None:
-        """The reduced sum, see above. Whoever reads it ends the tree: what comes later is added to it as a whole."""
+        """The reduced sum, see above. Reading it ends the tree: what comes later is added to it as a whole."""
         return self.sum.total()
 
     @property
@@ -128,7 +128,7 @@ class Gradients:
 
     @property
     def travelling(self) -> bool:
-        """Whether a reduction has begun that nobody has waited for."""
+        """Whether a reduction has begun that was not waited for yet."""
         return self._reduction is not None
 
     @property
@@ -145,7 +145,7 @@ class Gradients:
     def take(self, index: int, grad: torch.Tensor, factor: float = 1.0) -> None:
         """Add parameter `index`'s gradient (its shape, any dtype) times `factor` to the flat buffer.
 
-        With `param.grad` a view of the buffer beforehand, autograd would add to zeros that somebody must have written:
+        With `param.grad` a view of the buffer beforehand, autograd would add to zeros, which must be written first:
         twice the traffic of this copy, and a launch for each parameter.
         """
         self._arrived.add(index)

@@ -94,7 +94,7 @@ def attach(
     # A copy of the module must neither take the engine along nor ask it for parameters.
     before, after, method = _forward_hooks(units, frozen, prefetcher, begin_backward)
     return [
-        module.register_forward_pre_hook(Before(before, method), prepend=True, with_kwargs=True),
+        module.register_forward_pre_hook(ForwardPreHook(before, method), prepend=True, with_kwargs=True),
         module.register_forward_hook(OwnHook(after), always_call=True),
     ]
 
@@ -127,7 +127,7 @@ def nothing(*args: Any, **kwargs: Any) -> None:
     """The hook of a copy."""
 
 
-class Before(OwnHook):
+class ForwardPreHook(OwnHook):
     """The hook before a forward. `method(fn, args, kwargs)` calls a method of the module as a forward is called."""
 
     def __init__(self, hook: Callable[..., None], method: Callable[..., Any]) -> None:
@@ -154,7 +154,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 def as_forward(module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of `module`, or of the one that it belongs to, as its forward is called."""
     for hook in pre_hooks(getattr(method, "__self__", module)):
-        if isinstance(hook, Before):
+        if isinstance(hook, ForwardPreHook):
             return hook.method(method, args, kwargs)
     return method(*args, **kwargs)
 
@@ -174,7 +174,7 @@ def attach_wait(module: nn.Module, units: Sequence[Unit]) -> list[RemovableHandl
 
 
 def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], None]:
-    """What to call after the first backward: it warns of the leaves among `anchors` that nobody has called.
+    """What to call after the first backward: it warns of the leaves among `anchors` that were not called.
 
     All below such a leaf would be gathered at its entry, which does not come; ranks may part there as without it.
     """

@@ -62,7 +62,7 @@ class Master:
             self.shard[part].copy_(rounded(values, self.shard.dtype))
 
     def follow(self, start: int, numel: int, where: torch.Tensor | None = None) -> None:
-        """Take the parameters as exact from element `start` on: somebody else has written them.
+        """Take the parameters as exact from element `start` on: they were written by other code.
 
         `where`: only those elements, bool [numel].
         """

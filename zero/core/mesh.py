@@ -2,7 +2,7 @@
 
 Stage 0 is a mesh whose shard axis has size 1, stages 1 to 3 one whose replica axis has, and HSDP (MiCS) has both;
 nothing else in the core asks for the stage. A mesh belongs to its unit: units of one engine may have different ones,
-and whoever needs one asks the unit. What concerns all ranks together is the world's (zero/core/world.py).
+and all other code asks the unit for it. What concerns all ranks together is the world's (zero/core/world.py).
 """
 
 from __future__ import annotations

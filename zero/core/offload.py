@@ -103,7 +103,7 @@ class Offload:
         )
 
     def close(self) -> None:
-        """Give files and memory back as soon as nobody uses them."""
+        """Give files and memory back as soon as they are not used any more."""
         close_all(list(self.swap_files.values()), self._aio)
         if self._arena is not None:
             self._arena.close()

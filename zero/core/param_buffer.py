@@ -37,7 +37,7 @@ class ParamBuffer:
            autograd's, while the loop waits for a backward), a thread that reads parameters beside it, or the one that
            updates the unit and then sends it; what a thread waits for under the lock never needs the lock itself;
     versions: of each parameter when its value was last taken;
-    kept_for_graph: a graph that was built while somebody read the parameters may find the values where they were.
+    kept_for_graph: a graph that was built while the parameters were read may find the values where they were.
     """
 
     mixin = Released  # of the classes of released parameters
@@ -140,7 +140,7 @@ class ParamBuffer:
         self.kept_for_graph = False
 
     def references(self) -> tuple[int, ...]:
-        """Numbers of which one grows when a graph comes to hold a parameter, or anybody a view of one."""
+        """Counts of references; one grows when a graph takes a parameter, or when a view of one is taken."""
         return storage_references(self.full), *map(tensor_references, self.params)
 
     def note_versions(self, indices: Iterable[int] | None = None) -> None:
@@ -163,7 +163,7 @@ class ParamBuffer:
             self.note_versions(indices)
 
     def reattach(self, index: int) -> str | None:
-        """Have parameter `index` be our view again if somebody replaced `param.data`.
+        """Have parameter `index` be our view again if `param.data` was replaced.
 
         Its values are taken. Returns what is wrong instead if it has another shape or dtype, which is undone.
         """

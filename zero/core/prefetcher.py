@@ -142,7 +142,7 @@ class DiskPrefetcher:
         self._asked.pop(unit.index, None)
 
     def cancel(self) -> None:
-        """Give back what nobody has come for."""
+        """Give back what was read and not used."""
         asked, self._asked = self._asked, {}
         for index in sorted(index for index, begun in asked.items() if begun):
             self._units[index].shard.placement.shard_store.cancel_fetch()

@@ -161,7 +161,7 @@ class NoStorage:
 class Placeholder(Tensor):
     """What `detach()` gives of a released parameter: shape [as the parameter], dtype and device, and no values.
 
-    It is on the meta device for whoever asks torch's C++ code, which then finds no memory to read.
+    For torch's C++ code it is on the meta device, so there is no memory to read.
 
     parameter: its name; shown: what questions are answered of;
     source: the parameter, and the version of its values, whose whole this is; None: it is a part, or arranged.

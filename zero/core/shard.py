@@ -31,7 +31,7 @@ class Shard:
     placement: where values, master and gradient rest;
     pending:   the update of the last step, while it may run beside the training loop, or None. The loop sets it; the
                thread that has waited for it clears it, under the lock of the buffer;
-    changes:   what has changed of the values since the last question; None: nobody asks.
+    changes:   what has changed of the values since the last question; None where it is not asked.
     """
 
     def __init__(self, window: Span, placement: StatePlacement, buffer: ParamBuffer, shared: bool) -> None:
@@ -272,7 +272,7 @@ class Shard:
         self._follow(fragment, changed)
 
     def _follow(self, fragment: Fragment, where: torch.Tensor | None = None) -> None:
-        """Somebody wrote this part of the shard (bool `where`: only those elements): take it as exact."""
+        """This part of the shard was written (bool `where`: only those elements): take it as exact."""
         if self.master is None:
             return
         part = slice(fragment.at, fragment.at + fragment.numel)

@@ -131,7 +131,7 @@ class ShardedModule:
         return True
 
     def check_parameters(self) -> None:
-        """Raise RuntimeError where somebody moved, converted or replaced parameters: an update would not reach them.
+        """Raise RuntimeError where parameters were moved, converted or replaced: an update would not reach them.
 
         What was added beside them may have an optimizer of its own, so that is a warning.
         """

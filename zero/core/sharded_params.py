@@ -34,7 +34,7 @@ class ShardedParams:
     holds:      how many readers (`GatheredParameters`) keep them full for now;
     edited:     indices of the parameters that such readers will write back, one entry for each reader;
     persistent: they stay full between uses although they are cut: only the optimizer's step takes the full copy away;
-    on_read:    called when somebody reads them while they are released; makes them full and returns True, or False.
+    on_read:    called when they are read while they are released; makes them full and returns True, or False.
     """
 
     def __init__(self, plan: UnitPlan, buffer: ParamBuffer, index: int, mesh: Mesh, placement: StatePlacement) -> None:
@@ -165,7 +165,7 @@ class ShardedParams:
             self._release(keep_if_referenced)
 
     def conceal(self) -> None:
-        """Keep the memory, but let the parameters look released, so that it is noticed when somebody reads them."""
+        """Keep the memory, but let the parameters look released, so that a read is noticed."""
         if self.cut and self.state is State.FULL and not (self.persistent or self.holds):
             self._keep_writes()
             with self.buffer.lock:
@@ -173,8 +173,8 @@ class ShardedParams:
                 self.buffer.move("conceal")
 
     def ensure_gathered(self) -> bool:
-        """Make the parameters readable because somebody is about to read them; False when nobody can now."""
-        # For an update that runs, and what it sends; nobody else has to do anything for it.
+        """Make the parameters readable for a read that comes now; False where that is not possible."""
+        # For an update that runs, and what it sends; other ranks need do nothing for it.
         coming = self.persistent and (self.shard.pending is not None or self.state is State.GATHERING)
         if coming or (not self.cut and self.state is not State.AWAY):
             self.wait()

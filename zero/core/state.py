@@ -37,9 +37,9 @@ class State(enum.Enum):
                other ranks may have begun theirs, and wait for this one.
     GATHERING: the shard, and a full buffer that is being filled.
     FULL:      the shard and a valid full buffer. Parameters may be read.
-    CONCEALED: the same, but the parameters look released, so that it is noticed when somebody reads them.
+    CONCEALED: the same, but the parameters look released, so that a read is noticed.
     STALE:     where parameters are not cut: a full buffer that the optimizer has outdated, but for the own shard.
-    AWAY:      nothing. Somebody keeps the values elsewhere and resized the storages to 0.
+    AWAY:      nothing. The values are kept elsewhere, and the storages have size 0.
     """
 
     SHARDED = "sharded"

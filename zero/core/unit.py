@@ -116,7 +116,7 @@ class Unit(ShardedParams):
             self.wait()
 
     def invalidate(self) -> None:
-        """The shard is about to change: whatever full copy there is must be gathered again. Nobody may hold it open.
+        """The shard is about to change: a full copy must be gathered again, and no reader may hold it.
 
         Tells autograd too, so that a graph built before the change raises, as it does in plain torch. What the
         user wrote into parameters until now is in the masters afterwards.
@@ -134,7 +134,7 @@ class Unit(ShardedParams):
                 self.buffer.move("invalidate")
 
     def offload(self) -> None:
-        """Nobody may read parameters or shard until `reload`; their storages may be given back between the two."""
+        """Parameters and shard must not be read until `reload`; their storages may be given back between the two."""
         if self.holds:
             raise RuntimeError(f"unit '{self.plan.name}' is held open by GatheredParameters; leave that block first")
         self.shard.settle()

@@ -123,7 +123,7 @@ def cut_out(owner: Owner, values: torch.Tensor) -> torch.Tensor:
 
 
 def exact_piece(owner: Owner) -> torch.Tensor:
-    """This rank's piece of the exact values, fp32 [n], a copy. MasterSync of the user are in it."""
+    """This rank's piece of the exact values, fp32 [n], a copy; with what the user has written."""
     owner.unit.take_writes()
     part = piece(owner)
     with owner.unit.shard.acquired():
@@ -131,7 +131,7 @@ def exact_piece(owner: Owner) -> torch.Tensor:
 
 
 def write_exact(owner: Owner, own: torch.Tensor, whole: torch.Tensor | None = None) -> None:
-    """Replace this rank's piece of the exact values by `own`, fp32 [n], and show the rounding to whoever reads.
+    """Replace this rank's piece of the exact values by `own`, fp32 [n], and show the rounding to readers.
 
     `whole` [numel]: all pieces, where they are known; without it this is a collective wherever a full copy is there.
     """

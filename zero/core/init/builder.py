@@ -2,11 +2,11 @@
 
 Torch tells of every parameter and every module that is registered. A parameter is open, which means plain, from
 its registration. It is closed when its module is registered in a parent, for it is complete then, and at the
-latest when another module registers a parameter. Whoever reads or writes a closed parameter inside the block has
-it opened again, and what was open in other modules closed. So about one module's own parameters are whole at a
-time, as long as nobody keeps views of more.
+latest when another module registers a parameter. A closed parameter that is read or written inside the block is
+opened again, and what was open in other modules is closed. So about one module's own parameters are whole at a
+time, as long as no views of more are kept.
 
-Closing takes rank 0's values, since nobody can tell cheaply what was written. It needs all ranks, so which
+Closing takes rank 0's values, since what was written cannot be told cheaply. It needs all ranks, so which
 parameters are closed must not depend on the rank: rank 0 says which of its own are still referred to by
 somebody, as in `one.weight.data.copy_(other.weight.data)`, and those stay open everywhere.
 """
@@ -120,7 +120,8 @@ class Builder:
         if running() is self and param is not None and owner_of(param) is None:
             home = self._home(module)
             self._close(lambda other: other != home)
-            # Else somebody stands around it who may put another in its place, as Accelerate's init_empty_weights does.
+            # Else it was replaced by a function that may put another parameter here, as Accelerate's
+            # init_empty_weights does.
             if nn.Module.register_parameter is _REGISTER:
                 self._take(param, f"{type(module).__name__}.{name}", home)
 
@@ -137,7 +138,7 @@ class Builder:
         self._close(lambda home: home in complete)
 
     def _take(self, param: nn.Parameter, name: str, home: int) -> None:
-        """Follow this parameter from now on, unless somebody does already or nobody can."""
+        """Follow this parameter from now on, unless it is followed already or cannot be."""
         if owner_of(param) is not None or not manageable(param):
             return
         deferred = DeferredParam(param, name, next(self._numbers), self._mesh, home)
@@ -170,7 +171,7 @@ class Builder:
         self._open = [deferred for deferred in self._open if deferred not in done]
 
     def _settle(self) -> None:
-        """Close everything, round it, and forget it; what nobody else refers to any more included."""
+        """Close everything, round it, and forget it; also what nothing else refers to any more."""
         if self._mesh.data.size > 1:
             self._cut([deferred for deferred in self._open if deferred.params])
             for deferred in self._deferred:

@@ -25,7 +25,7 @@ from zero.memory.state_placement import StatePlacement
 from zero.plan.layout import make_layout
 from zero.plan.units import ParamSpec, UnitPlan
 
-# What a parameter's storage is referred to by when nobody but the parameter has it: its tensor, and our question.
+# References to a parameter's storage when only the parameter has it: its tensor, and our question.
 _OWN_REFERENCES = 2
 
 
@@ -49,7 +49,7 @@ class Closed(Released):
         """As every released parameter's; `nn.Parameter(other)` gives a parameter of `other`'s own class."""
         found = super().__torch_function__(func, types, args, kwargs)
         # It makes one of anything but a plain parameter, which `other` was not until now, by detach(), and wants the
-        # same class back. Whoever else detaches wants a tensor.
+        # same class back. Other code that detaches wants a tensor.
         plain = not isinstance(found, Placeholder)
         if plain and func is torch.Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             return parameter_of_class(type(args[0]), found)
