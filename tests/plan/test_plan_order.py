@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.plan.order import (
-    START,
     Limits,
     Position,
     advance,
@@ -21,24 +20,7 @@ from zero.plan.order import (
     uses,
 )
 
-UNKNOWN = 99
 orders = st.lists(st.integers(0, 4), max_size=10)
-
-
-def upcoming(order: list[int], position: Position) -> int | None:
-    """What is fetched ahead when one unit may be on its way."""
-    ahead = fetched_ahead(to_come(order, position), [1] * (UNKNOWN + 1), Limits(ahead=1))
-    assert len(ahead) <= 1
-    return ahead[0] if ahead else None
-
-
-def follow(order: list[int], used: list[int]) -> list[int | None]:
-    """What was foretold before each use."""
-    position, foretold = START, []
-    for unit in used:
-        foretold.append(upcoming(order, position))
-        position = advance(order, position, unit)
-    return foretold
 
 
 def nearest(order: list[int], index: int, unit: int) -> int | None:
@@ -55,23 +37,6 @@ def test_advance_finds_the_nearest_use_going_round_once(order: list[int], data: 
     found = nearest(order, index, unit)
     position = advance(order, Position(index, known), unit)
     assert position == (Position(index, False) if found is None else Position(found + 1, True))
-
-
-@settings(deadline=None, max_examples=100)
-@given(orders.filter(bool))
-def test_a_step_that_repeats_the_learnt_one_is_foretold_use_by_use(order: list[int]) -> None:
-    assert follow(order, order) == order
-
-
-def test_an_unknown_unit_silences_and_a_known_one_resumes_where_it_was() -> None:
-    order = [0, 1, 2, 3]
-    off = advance(order, Position(2, True), UNKNOWN)
-    assert off == Position(2, False)
-    assert upcoming(order, off) is None
-    assert advance(order, off, UNKNOWN) == off
-    back = advance(order, off, 2)
-    assert back == Position(3, True)
-    assert upcoming(order, back) == 3
 
 
 SIZES = [10, 20, 30, 40]
@@ -102,18 +67,6 @@ def test_what_is_fetched_ahead_fits_the_bucket_and_the_limit(limits, state, foun
     given_as = {"used": {0}, **state}
     assert fetched_ahead(to_come(ORDER, Position(1, True)), SIZES, limits, **given_as) == found
     assert fetched_ahead(to_come(ORDER, Position(1, False)), SIZES, limits, **given_as) == []
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.integers(0, 3), max_size=12), st.integers(0, 12), st.integers(0, 120), st.integers(0, 150))
-def test_a_bucket_overflows_by_its_first_unit_only(order: list[int], at: int, ahead: int, live: int) -> None:
-    position = Position(min(at, len(order)), True)
-    found = fetched_ahead(to_come(order, position), SIZES, Limits(ahead=ahead, live=live))
-    assert len(set(found)) == len(found)
-    assert sum(SIZES[unit] for unit in found) <= live
-    assert len(found) <= 1 or sum(SIZES[unit] for unit in found) <= ahead
-    rest = list(dict.fromkeys(order[position.index :]))
-    assert found == rest[: len(found)]
 
 
 @pytest.mark.parametrize(

@@ -135,15 +135,6 @@ def test_8_bits_between_hosts_go_to_each_rank() -> None:
     assert each.inter_host == pytest.approx(ring.sent / 2 * (1 / 4 + part * 4 / 7), rel=0.01)
 
 
-def test_accumulation_repeats_what_the_stage_does_not_collect() -> None:
-    once = {stage: sent(StageChoice(stage), 8).sent for stage in range(4)}
-    four = {stage: sent(StageChoice(stage), 8, accumulation=4).sent for stage in range(4)}
-    reduction = once[0] / 2
-    assert four[0] == pytest.approx(once[0]) and four[1] == pytest.approx(once[1])
-    assert four[2] == pytest.approx(once[2] + 3 * reduction)
-    assert four[3] == pytest.approx(4 * once[3])
-
-
 def test_state_that_streams_crosses_the_link_both_ways_and_its_gradient_does_not() -> None:
     def row(update: str) -> PlanRow:
         section = {"stage": 2, "offload_optimizer": {"device": "cpu", "zero": {"update": update}}}

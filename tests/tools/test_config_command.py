@@ -62,7 +62,7 @@ def test_answers_are_taken_asked_again_when_wrong_and_empty_ones_are_the_default
     values = written(tmp_path / "zero.json")
     said = capsys.readouterr().err
     assert "got 'bf17', wanted one of bf16, fp16, fp32" in said
-    assert "got '0', wanted a whole number of at least 1" in said
+    assert "got '0', wanted an integer of at least 1" in said
     drives = {"device": "nvme", "nvme_path": "/one"}, {"device": "nvme", "nvme_path": "/two"}
     assert values == {
         "optimizer": {"type": "Lion", "params": {"lr": 3e-4}},

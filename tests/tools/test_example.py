@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import re
 import sys
 from pathlib import Path
@@ -14,8 +13,6 @@ import pytest
 import torch
 from launching import ROOT
 from nodes import environment
-
-import zero
 
 EXAMPLE = ROOT / "examples" / "gpt"
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
@@ -50,23 +47,6 @@ def bytes_of(count, batch=2, seed=0):
     return torch.randint(256, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
-def test_loss_is_the_mean_cross_entropy(gpt):
-    x, y = bytes_of(12), bytes_of(12, seed=1)
-    loss = gpt(x, y)
-    chosen = gpt(x).log_softmax(dim=-1).gather(2, y[..., None])
-    assert loss.item() == pytest.approx(-chosen.mean().item(), rel=1e-5)
-    assert loss.item() == pytest.approx(math.log(256), rel=0.05), "it has learnt nothing: all bytes are alike"
-
-
-def test_a_tiled_loss_is_the_loss(parts):
-    nets = [made(parts, loss) for loss in (None, zero.tiled_cross_entropy)]
-    for net in nets:
-        net(bytes_of(12), bytes_of(12, seed=1)).backward()
-    plain, tiled = (dict(net.named_parameters()) for net in nets)
-    assert all(torch.equal(param.grad, tiled[name].grad) for name, param in plain.items())
-    assert torch.equal(nets[0](bytes_of(12)), nets[1](bytes_of(12)))
-
-
 def test_no_position_sees_what_comes_after_it(gpt):
     tokens = bytes_of(12)
     changed = tokens.clone()
@@ -77,16 +57,6 @@ def test_no_position_sees_what_comes_after_it(gpt):
     assert not torch.equal(before[:, 11], after[:, 11]), "an earlier byte has to count"
     one, other = torch.tensor([[1, 2, 3]]), torch.tensor([[2, 1, 3]])
     assert not torch.allclose(gpt(one)[0, 2], gpt(other)[0, 2]), "so does the order"
-
-
-def test_generate_goes_beyond_the_context_and_repeats_itself(gpt):
-    prompt = bytes_of(5)
-    greedy = gpt.generate(prompt, 20, temperature=0)
-    assert greedy.shape == (2, 25) and torch.equal(greedy[:, :5], prompt)
-    assert torch.equal(greedy, gpt.generate(prompt, 20, temperature=0))
-    assert torch.equal(greedy[:, 5], gpt(prompt)[:, -1].argmax(dim=-1))
-    drawn = [gpt.generate(prompt, 20, 1.0, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
-    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
 
 
 def test_the_split_is_by_file_and_always_the_same(parts, tmp_path):

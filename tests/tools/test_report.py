@@ -15,8 +15,7 @@ from nodes import environment
 
 from zero.__main__ import main
 from zero.kernels import native
-from zero.tools.report.facts import CudaKernels, Gpu
-from zero.tools.report.machine import Facts, gather, lines, measure
+from zero.tools.report.machine import CudaKernels, Facts, Gpu, gather, lines, measure
 
 compiled = pytest.mark.skipif(native.load() is None, reason="no compiled CPU kernels")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 from zero.config import ConfigError, load
 from zero.config.override import override
+from zero.launch.args.hosts import above_zero, at_least
 from zero.launch.launch_messages import check_writable
 from zero.sizes.estimate import GB, Estimate, PlanRow, estimate
 from zero.sizes.lines import of_each
@@ -33,7 +35,7 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its default, and how an answer is read, which raises ValueError with what was wanted."""
+    """A question, its default, and how an answer is read, which raises ArgumentTypeError with what was wanted."""
 
     text: str
     default: Any
@@ -72,9 +74,9 @@ def _write(given: argparse.Namespace) -> int:
     values: dict[str, Any] = {}
     fixed = {override(values, text) for text in given.set}
     ask = _default if given.default else _ask
-    numel = given.params or ask(Question("parameters of the model, such as 7e9", 1e9, _above_zero))
-    ranks = given.world or ask(Question("ranks (one for each GPU)", 8, _count))
-    memory = given.memory or ask(Question("GB of memory of one device", 80.0, _above_zero))
+    numel = given.params or ask(Question("parameters of the model, such as 7e9", 1e9, above_zero))
+    ranks = given.world or ask(Question("ranks (one for each GPU)", 8, at_least(1)))
+    memory = given.memory or ask(Question("GB of memory of one device", 80.0, above_zero))
 
     def is_open(*keys: str) -> bool:
         return not any(_same_or_inside(said, key) for said in fixed for key in keys)
@@ -86,11 +88,11 @@ def _write(given: argparse.Namespace) -> int:
         values |= _PRECISIONS[ask(_sized_question("precision", _PRECISIONS, sized))]
     if is_open("optimizer"):
         values |= {"optimizer": {"type": ask(_sized_question("optimizer", _OPTIMIZERS, sized))}}
-        values["optimizer"]["params"] = {"lr": ask(Question("learning rate", 1e-4, _number))}
+        values["optimizer"]["params"] = {"lr": ask(Question("learning rate", 1e-4, _not_negative))}
     for keys, text, default, parse in (
-        (("train_micro_batch_size_per_gpu",), "samples of one forward on one rank", 1, _count),
-        (_ACCUMULATION, "forwards on one rank per step", 1, _count),
-        (("gradient_clipping",), "largest norm of the gradients (0: any)", 1.0, _number),
+        (("train_micro_batch_size_per_gpu",), "samples of one forward on one rank", 1, at_least(1)),
+        (_ACCUMULATION, "forwards on one rank per step", 1, at_least(1)),
+        (("gradient_clipping",), "largest norm of the gradients (0: any)", 1.0, _not_negative),
     ):
         if is_open(*keys):
             values[keys[0]] = ask(Question(text, default, parse))
@@ -163,8 +165,8 @@ def _ask(question: Question) -> Any:
             return question.default
         try:
             return question.parse(line.strip())
-        except ValueError as error:
-            _say(f"  got {line.strip()!r}, {error}")
+        except argparse.ArgumentTypeError as error:
+            _say(f"  {error}")
 
 
 def _shown(value: Any) -> str:
@@ -176,26 +178,8 @@ def _same_or_inside(key: str, path: str) -> bool:
     return key == path or key.startswith(f"{path}.") or path.startswith(f"{key}.")
 
 
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ValueError("wanted a number, such as 7e9 or 0.001")
-    return value
-
-
-def _above_zero(text: str) -> float:
-    if (value := _number(text)) == 0:
-        raise ValueError("wanted a number above 0")
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError("wanted a whole number of at least 1")
-    return int(text)
+def _not_negative(text: str) -> float:
+    return 0.0 if re.fullmatch(r"0+(\.0*)?", text) else above_zero(text)
 
 
 def _one_of(choices: tuple[str, ...]) -> Parse:
@@ -203,6 +187,6 @@ def _one_of(choices: tuple[str, ...]) -> Parse:
         for choice in choices:
             if choice.lower() == text.lower():
                 return choice
-        raise ValueError(f"wanted one of {', '.join(choices)}")
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(choices)}")
 
     return parse

@@ -17,7 +17,7 @@ from zero.launch.hosts.addresses import port_problem
 from zero.launch.job import PORT
 from zero.log import counted
 from zero.memory.available import available_nbytes
-from zero.tools.report.facts import Facts, gather
+from zero.tools.report.machine import Facts, gather
 from zero.tools.started_ranks import SECONDS, run_on_ranks
 
 GIB = 2**30
