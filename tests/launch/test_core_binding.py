@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zero.launch.args.run import LaunchError, RunRequest
-from zero.launch.node.node_plan import plan
+from zero.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -23,10 +22,10 @@ sys.stdout.write(json.dumps({**told, "cores": sorted(os.sched_getaffinity(0)), "
 needs_binding = pytest.mark.skipif(not CORES, reason="this system cannot bind a process to cores")
 
 
-def request(*, bind: bool = True, cores: str | None = None, ranks: int = 1) -> RunRequest:
-    return RunRequest(
-        "x.py", (), ranks, None, None, None, False, False, 0, None, False, bind_cores=bind, bind_core_list=cores
-    )
+def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What is said in place of a start."""
+    assert main(["run", "--hostfile", "", "--bind_cores_to_rank", *flags, "--dry-run", __file__]) == 2
+    return capsys.readouterr().err.removeprefix("zero run: error: ")
 
 
 def launched(tmp_path: Path, *flags: str, threads: str | None = None) -> list[dict]:
@@ -62,19 +61,18 @@ def test_the_cores_that_were_listed_and_the_threads_of_the_user(tmp_path):
 
 
 @needs_binding
-def test_what_cannot_be_bound_is_said_before_anything_starts():
-    with pytest.raises(LaunchError) as caught:
-        plan(request(cores="999998"), gpus=0)
+def test_what_cannot_be_bound_is_said_before_anything_starts(capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     allowed = ", ".join(map(str, CORES[:16]))
-    assert str(caught.value).startswith(
+    assert refused(capsys, "--bind_core_list", "999998").startswith(
         "--bind_core_list: core 999998 is not one that this machine gives to the launcher, which may run on " + allowed
     )
-    with pytest.raises(LaunchError, match=f"{len(CORES)} cores are too few for {len(CORES) + 1} ranks"):
-        plan(request(ranks=len(CORES) + 1), gpus=0)
+    said = f"{len(CORES)} cores are too few for {len(CORES) + 1} ranks"
+    assert said in refused(capsys, "--num_gpus", str(len(CORES) + 1))
 
 
-def test_a_system_without_binding_says_so(monkeypatch):
+def test_a_system_without_binding_says_so(capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
-    with pytest.raises(LaunchError, match="--bind_cores_to_rank: this system has no way to bind a process to cores"):
-        plan(request(), gpus=0)
-    assert plan(request(bind=False), gpus=0).bound == ()
+    said = "--bind_cores_to_rank: this system has no way to bind a process to cores"
+    assert refused(capsys).startswith(said)

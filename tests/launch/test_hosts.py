@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import random
+import shlex
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from told import cases
 
 from zero.launch.hosts import hostfile, nodelist
 from zero.launch.hosts.devices import numbered
 from zero.launch.hosts.host_world import Host
-from zero.launch.hosts.selection import SlotChoice, select
+from zero.launch.hosts.selection import SlotChoice, described, select
 from zero.launch.launch_messages import LaunchError
 
-NAMES = ("a", "b", "worker-0", "worker-1", "worker-10", "n1.cluster", "fe80::1", "0")
-POOL = hostfile.parse("a slots=4\nb slots=2\nc slots=1\n", "H")
+POOL = hostfile.parse("a slots=4 # x\n\n# a line\n  b \t slots=2 max_slots=9\nc slots=1\r\n", "H")
 
 
 def said(function, *args) -> str:
@@ -28,98 +24,42 @@ def said(function, *args) -> str:
     return str(caught.value)
 
 
-class Part(NamedTuple):
-    """One host of a spec, and the slots that it names as (first, last); None: all."""
-
-    host: str
-    spans: list[tuple[int, int]] | None
-
-    def text(self, dice: random.Random) -> str:
-        space = dice.choice(["", "", "", " "])
-        if self.spans is None:
-            return f"{space}{self.host}{space}"
-        spans = [f"{low}-{high}" if high > low or dice.random() < 0.1 else str(low) for low, high in self.spans]
-        return f"{self.host}:{space}{f',{space}'.join(spans)}"
-
-    def names(self, host: str, slot: int) -> bool:
-        return host == self.host and (self.spans is None or any(low <= slot <= high for low, high in self.spans))
-
-
-def some_hosts(dice: random.Random) -> dict[str, int]:
-    return {name: dice.randint(1, 9) for name in dice.sample(NAMES, dice.randint(1, 6))}
-
-
-def some_spec(dice: random.Random, hosts: dict[str, int]) -> list[Part]:
-    """A spec that is right most of the time: else it names a host or a slot that is not there."""
-    parts = []
-    for _ in range(dice.randint(1, 5)):
-        host = "nobody" if dice.random() < 0.03 else dice.choice(list(hosts))
-        last = hosts.get(host, 4) - 1 + (dice.random() < 0.03)
-        lows = [dice.randint(0, last) for _ in range(dice.randint(1, 4))]
-        spans = [(low, dice.randint(low, last) if dice.random() < 0.3 else low) for low in lows]
-        parts.append(Part(host, None if dice.random() < 0.3 else spans))
-    return parts
+LEFT = """\
+-i a@b:0
+    a:0,1,2,3 b:0
+-i b:1,0@a:2,0-0
+    a:0,2 b:0,1
+-i a:1-2@c@a:1,3
+    a:1,2,3 c:0
+-i " b : 1 @ a:00"
+    a:0 b:1
+-e b
+    a:0,1,2,3 c:0
+-e c:0@a:1-3
+    a:0 b:0,1
+-e a:0-2,3@b:0
+    b:1 c:0
+--num_nodes 2
+    a:0,1,2,3 b:0,1
+--num_nodes 2 --num_gpus 1
+    a:0 b:0
+--num_gpus 1
+    a:0 b:0 c:0
+"""
 
 
-def text_of(hosts: dict[str, int], dice: random.Random) -> str:
-    lines = []
-    for name, slots in hosts.items():
-        lines += dice.choice([[], [], ["# a line", "", "  \t"]])
-        lines.append(
-            f"{dice.choice(['', '  '])}{name} \t slots={slots}{dice.choice(['', ' ', ' # x', ' max_slots=9', chr(13)])}"
-        )
-    return "\n".join(lines)
+def choice(given: str) -> SlotChoice:
+    made = argparse.ArgumentParser()
+    for flag in ("-i", "-e"):
+        made.add_argument(flag, default="")
+    for flag in ("--num_nodes", "--num_gpus"):
+        made.add_argument(flag, type=int)
+    return SlotChoice(*vars(made.parse_args(shlex.split(given))).values())
 
 
-def compare(seed: int, excluding: bool) -> None:
-    """One random hostfile and spec: what `select` leaves, against asking for each slot whether a part names it."""
-    dice = random.Random(seed)
-    hosts = some_hosts(dice)
-    parts = some_spec(dice, hosts)
-    pool = hostfile.parse(text_of(hosts, dice), "H")
-    assert pool == tuple(Host(name, numbered(slots)) for name, slots in hosts.items())
-    spec = "@".join(part.text(dice) for part in parts)
-    choice = SlotChoice(exclude=spec) if excluding else SlotChoice(include=spec)
-
-    unknown = {part.host for part in parts} - set(hosts)
-    beyond = [
-        part.host for part in parts if part.spans and any(high >= hosts.get(part.host, 99) for _, high in part.spans)
-    ]
-    kept = {
-        host: [str(slot) for slot in range(slots) if any(part.names(host, slot) for part in parts) != excluding]
-        for host, slots in hosts.items()
-    }
-    expected = tuple(Host(host, tuple(slots)) for host, slots in kept.items() if slots)
-    if unknown or beyond:
-        error = said(select, pool, choice)
-        assert all(f"there is no host {name!r}" in error for name in unknown)
-        assert all(f"host {name!r} has no slot '{hosts[name]}'" in error for name in beyond)
-    elif not expected:
-        assert "leaves nothing of" in said(select, pool, choice)
-    else:
-        assert select(pool, choice) == expected
-
-
-def test_a_choice_is_what_asking_each_slot_gives() -> None:
-    for seed in range(4000):
-        compare(seed, excluding=seed % 2 == 1)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, 2**63), st.none() | st.integers(1, 7), st.none() | st.integers(1, 9))
-def test_counts_take_the_first_hosts_and_slots(seed: int, num_nodes: int | None, num_gpus: int | None) -> None:
-    hosts = some_hosts(random.Random(seed))
-    pool = tuple(Host(name, numbered(slots)) for name, slots in hosts.items())
-    choice = SlotChoice(num_nodes=num_nodes, num_gpus=num_gpus)
-    names = list(hosts)[:num_nodes]
-    if num_nodes is not None and num_nodes > len(hosts):
-        assert said(select, pool, choice).startswith(f"--num_nodes: got {num_nodes}, but there ")
-    elif num_gpus is not None and any(hosts[name] < num_gpus for name in names):
-        error = said(select, pool, choice)
-        assert all((f"{name} has {hosts[name]}" in error) == (hosts[name] < num_gpus) for name in names)
-    else:
-        wanted = tuple(Host(name, numbered(hosts[name] if num_gpus is None else num_gpus)) for name in names)
-        assert select(pool, choice) == wanted
+@pytest.mark.parametrize(("given", "left"), cases(LEFT))
+def test_choices_and_what_they_leave(given: str, left: str) -> None:
+    assert described(select(POOL, choice(given))).replace(", ", " ") == left
 
 
 CHOICES = """\
@@ -161,12 +101,7 @@ worker-0@worker-1:0,2
 
 @pytest.mark.parametrize(("given", "told"), cases(CHOICES))
 def test_wrong_choices_and_what_is_said(given: str, told: str) -> None:
-    made = argparse.ArgumentParser()
-    for flag in ("-i", "-e"):
-        made.add_argument(flag, default="")
-    for flag in ("--num_nodes", "--num_gpus"):
-        made.add_argument(flag, type=int)
-    assert said(select, POOL, SlotChoice(*vars(made.parse_args(given.split())).values())) == told
+    assert said(select, POOL, choice(given)) == told
 
 
 def test_a_name_may_have_colons() -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,9 +15,8 @@ from nodes import OURS, ROOT, alive, environment, eventually
 from ports import free_port
 
 from zero.__main__ import main
-from zero.launch.args.run import LaunchError, RunRequest, check_script
+from zero.launch.args.run import LaunchError, check_script
 from zero.launch.node.attempt_end import Failure, end_of
-from zero.launch.node.node_plan import plan
 
 # One write with its newline: the ranks run unbuffered on one pipe, where the pieces that print() writes would mix.
 SHOW = f"import os, sys; sys.stdout.write('|'.join([*(os.environ[k] for k in {OURS!r}), *sys.argv[1:]]) + chr(10))"
@@ -253,24 +253,14 @@ def test_a_module_of_an_editable_installation_is_found(monkeypatch):
     check_script("installed_editable.main", True, False)
 
 
-def request(**changed) -> RunRequest:
-    keys = {
-        "script": "x.py", "script_args": (), "num_gpus": None, "num_nodes": 1, "master_addr": "127.0.0.1",
-        "master_port": None, "module": False, "no_python": False, "max_restarts": 0, "log_dir": None,
-        "dry_run": False,
-    }  # fmt: skip
-    return RunRequest(**{**keys, **changed})
-
-
-def test_port_that_is_taken():
-    import socket
-
+def test_port_that_is_taken(monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=rf"--master_port: cannot listen on {port} "):
-            plan(request(master_port=port), gpus=0)
+        port = str(taken.getsockname()[1])
+        assert main(["run", "--master_port", port, "--dry-run", __file__]) == 2
+    assert capsys.readouterr().err.startswith(f"zero run: error: --master_port: cannot listen on {port} ")
 
 
 @pytest.mark.parametrize("args", [["run", "--help"], ["--help"], ["run", "nope.py"], ["run", "--no_python", "true"]])

@@ -112,7 +112,7 @@ def told(out: str) -> dict[str, dict]:
 def test_hosts_are_told_of_a_signal(two: Hosts, name: str, number: int) -> None:
     for host in ("n1", "n2"):
         two.host(host, OBEYS)
-    process = two.start("run", "-H", "H", "--no_check", "t.py", job_runner__NodeGroup__leisure=0.2)
+    process = two.start("run", "-H", "H", "--no_check", "t.py")
     read_until(process.stdout, b"up n", 2)
     sent = getattr(signal, name)
     process.send_signal(sent)
@@ -158,7 +158,7 @@ def test_the_first_host_is_told_of_another_that_fails(hosts: Hosts, does: str, s
     hosts.host("n1", OBEYS)
     hosts.host("n2", does)
     hosts.host("n3", OBEYS)
-    ended, out, err = hosts.run(job_runner__NodeGroup__leisure=0.2)
+    ended, out, err = hosts.run()
     assert told(out)["n1"] == {"kind": "lost", "node": 1, "text": text, "status": status}
     assert told(out)["n3"]["kind"] == "end"
     assert ended == status, err
@@ -169,7 +169,7 @@ def test_where_the_first_host_is_lost_the_others_end_with_it(hosts: Hosts) -> No
     hosts.host("n1", REFUSED)
     hosts.host("n2", OBEYS)
     hosts.host("n3", OBEYS)
-    status, out, err = hosts.run("--min_nodes", "1", job_runner__NodeGroup__leisure=0.2)
+    status, out, err = hosts.run("--min_nodes", "1")
     assert (status, [each["kind"] for each in told(out).values()]) == (255, ["end"] * 2)
     assert err.endswith("zero run: host n1 is lost: ssh: connect to host n2 port 22: Connection refused\n")
     assert hosts.nothing_left()
@@ -180,7 +180,7 @@ def test_nodes_end_by_themselves_when_they_can(two: Hosts) -> None:
     # Once the launcher has seen the end of the first.
     wait = "until [ -s pid ] && ! [ -e /proc/$(cat pid) ]; do sleep 0.05; done"
     two.host("n2", f"{wait}; echo through; exit 3")
-    assert two.run(job_runner__NodeGroup__leisure=900) == (9, "through\n", "")
+    assert two.run() == (9, "through\n", "")
 
 
 def test_a_script_may_end_with_255(two: Hosts) -> None:

@@ -150,12 +150,12 @@ class ProcessGroup:
     def wrap_up(self) -> None:
         """All have ended; signals are still ours."""
 
-    def end(self, number: int = signal.SIGTERM, leisure: float = 0.0) -> None:
-        """Give all `leisure` seconds to end by themselves, ask them as the signal would, end them after `patience`."""
-        asked = time.monotonic() + leisure
-        closed = asked + self.patience
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """Ask all to end, as the signal `number` would, and end them after `patience` seconds."""
+        now = time.monotonic()
+        closed = now + self.patience
         self._agenda = [
-            (asked, lambda: self._each(lambda process: process.ask(number))),
+            (now, lambda: self._each(lambda process: process.ask(number))),
             (closed, lambda: self._each(Process.close)),
             (closed + _HASTE, lambda: self._each(Process.kill)),
             (closed + _HASTE + _STUCK, self._give_up),

@@ -96,13 +96,11 @@ class NodeGroup(ProcessGroup):
     """The nodes of one job, or the one program that starts them.
 
     What ends a job is decided on the first host. Here that one is told of signals and of other hosts that are lost, and
-    its end is that of the job: the others have heard of it and have `leisure` seconds to end by themselves.
+    its end is that of the job: the others have heard of it or are told, and have `patience` seconds to end.
 
     Attributes:
         status: the exit status of the job; that of the first host, or 128 + the signal that stopped the launcher.
     """
-
-    leisure = 5.0
 
     def __init__(self, processes: Sequence[Process], descendants: Descendants | None = None) -> None:
         super().__init__(processes, OutputPump(), descendants=descendants)
@@ -128,9 +126,7 @@ class NodeGroup(ProcessGroup):
                 self.say(f"host {process.name} is lost: {loss}")
             elif process.killed_by is not None:
                 self.say(f"{process.name} was killed by {signal.Signals(process.killed_by).name}")
-            self._ending = True
-            self.status = process.status
-        self.end(leisure=self.leisure)
+            self._end(process.status)
 
     def suspend(self) -> None:
         """Not where the hosts would take the silence for the end of the launcher."""
@@ -156,11 +152,14 @@ class NodeGroup(ProcessGroup):
             gone = status == CLOSED_PIPE
             why = f"nobody reads its {name} any more" if gone else f"cannot write to {name}: {error.strerror}"
             self.say(f"stopped: {why}")
-            self._ending = True
-            self.status = status
-            self.end()
+            self._end(status)
 
     def wrap_up(self) -> None:
         """Write what is left to write; the status of a job that ended well is that of a reader that did not."""
         self.outputs.finish(self.stopped)
         self.status = self.status or (128 + self.stopped_by if self.stopped_by is not None else self.outputs.status)
+
+    def _end(self, status: int) -> None:
+        self._ending = True
+        self.status = status
+        self.end()
