@@ -41,7 +41,7 @@ def _homes() -> dict[str, list[tuple[str, ...]]]:
 
 
 def hint(key: str, model: type[Section]) -> str:
-    """What a user who wrote the unknown `key` inside `model` may have meant, as the end of a sentence."""
+    """The key that the user may have meant by the unknown `key` inside `model`, as the end of a sentence."""
     homes = _homes().get(key, [])
     if len(homes) == 1:
         return f"; it belongs in {dotted(homes[0])!r}" if homes[0] else "; it belongs at the top level"

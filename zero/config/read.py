@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from zero.config.errors import ConfigError, dotted, show
 
-# What Python's parser says is wrong, in other words: also what is to be done.
+# Errors of Python's JSON parser in other words, with the remedy.
 _BROKEN = {
     "Expecting ',' delimiter": "a comma or a closing bracket is missing here",
     "Expecting ':' delimiter": "a ':' is missing here, between a key and its value",

@@ -89,7 +89,7 @@ def _say_params(section: Shape, ours: Mapping[str, Shape], others: Mapping[str, 
 
 
 def descriptions(model: type[Section]) -> dict[str, str]:
-    """The description of each field: the string that follows it in the source, or what its mark says.
+    """The description of each field: the string that follows it in the source, or its mark's.
 
     Pydantic would read the sources when the classes are made, which would slow down every import.
     """

@@ -41,7 +41,7 @@ class Unavailable:
 
     @property
     def description(self) -> str:
-        """Of the key, where it has no other."""
+        """The description of a key without another one."""
         return f"An error once it is switched on: {self.message}."
 
 
@@ -53,7 +53,7 @@ class Idle:
 
     @property
     def description(self) -> str:
-        """Of the key, where it has no other."""
+        """The description of a key without another one."""
         return f"Accepted without effect: {self.why}."
 
 

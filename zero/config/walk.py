@@ -53,7 +53,7 @@ class Walk:
                 self.errors.append(f"{both}: two names of one key; keep {dotted((*path, name))}")
                 continue
             if field is None and model is File:
-                if key == "$schema":  # says to an editor where the schema is
+                if key == "$schema":  # the schema's place, for editors
                     continue
                 self.warnings.append(f"unknown top-level key {str(key)!r} is ignored{hint(str(key), model)}")
                 continue
@@ -77,7 +77,7 @@ class Walk:
             for problem in error.errors(include_url=False):
                 self.errors.append(problem_line(problem, model, path, written))
                 values.pop(problem["loc"][0], None)
-            with contextlib.suppress(ValidationError):  # what is missing now was wrong before
+            with contextlib.suppress(ValidationError):  # a key that is missing now was wrong before
                 checked = model.model_validate(values)
         for name, value in values.items():
             for mark in model.model_fields[name].metadata:

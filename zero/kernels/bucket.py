@@ -104,7 +104,7 @@ def sum_rows(rows: Sequence[Tensor], out: Tensor, accumulate: bool, threads: int
 def sum_compiled(
     addresses: Sequence[int], code: int | None, out: Tensor, accumulate: bool, threads: int | None = None
 ) -> bool:
-    """Have a kernel do it, where one does; whether it has.
+    """Sum the rows by a kernel, if there is one; returns whether there was.
 
     addresses: of out, then of the rows, which were checked; code: their dtype's, or None for one without kernels.
     """

@@ -123,7 +123,7 @@ class HostGradAccumulator:
 
     @property
     def _squares_added(self) -> torch.Tensor | None:
-        """The sum of the squares of the one sum that came from the device: an fp64 number there; else None."""
+        """The sum of the squares of all sums that came from the device: an fp64 number there; else None."""
         return self._squares if self._count and not self._exposed else None
 
     def wait(self) -> None:

@@ -81,10 +81,10 @@ class Monitor:
         if self._rank == 0:
             self.tell(Line(told=list(event_list)))
 
-    def tell(self, told: ReportItem) -> None:
+    def tell(self, item: ReportItem) -> None:
         """Queue a report for the thread."""
         if self.enabled:
-            self._writer.queue.put(told)
+            self._writer.queue.put(item)
 
     def close(self) -> None:
         """End the run: wait until all is written, for a minute at most."""
@@ -122,12 +122,12 @@ class _Writer:
     def _run(self) -> None:
         while True:
             try:
-                told = self.queue.get(timeout=_QUIET)
+                item = self.queue.get(timeout=_QUIET)
             except queue.Empty:
-                told = self._phase()
-            if told is None:
+                item = self._phase()
+            if item is None:
                 return self._close()
-            self._write(told)
+            self._write(item)
             if time.monotonic() - self._flushed >= _FLUSH_EVERY:
                 self._flush()
 
@@ -148,8 +148,8 @@ class _Writer:
                 logger.warning("at the end of the run: %s: %s", type(error).__name__, error)
         self.sinks.clear()
 
-    def _write(self, told: ReportItem) -> None:
-        line, events = told.line(), told.events()
+    def _write(self, item: ReportItem) -> None:
+        line, events = item.line(), item.events()
         for name, sink in list(self.sinks.items()):
             if isinstance(sink, RunFolder):
                 self._try(name, sink.write_line, line)

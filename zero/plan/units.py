@@ -95,7 +95,7 @@ class UnitPlan:
 
     @property
     def axes(self) -> UnitAxes:
-        """The axes of the grid along which the ranks lie that share the unit."""
+        """The grid axes of the ranks that share the unit."""
         return self.params[0].axes
 
     @property
