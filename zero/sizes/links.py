@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from zero.memory.host_bytes import record_nbytes, shard_nbytes
@@ -100,7 +102,8 @@ class UnitTraffic(NamedTuple):
     times: UnitTimes
 
 
-class Moves(NamedTuple):
+@dataclass(frozen=True)
+class Moves:
     """What moves and is updated in a step: units under a scheme, with these formats of state, at these rates."""
 
     units: Sequence[UnitPlan]
@@ -109,6 +112,7 @@ class Moves(NamedTuple):
     rates: Rates
     per_host: int
 
+    @cached_property
     def by_unit(self) -> list[tuple[str, UnitTraffic]]:
         """Of each unit, by the path of its module, in the order of the forward; nothing is computed yet."""
         groups, uses, count = groups_of(self.scheme, self.per_host), self.scheme.uses, len(self.units)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zero.config import Config, ConfigError, load
 from zero.config.batch import MICRO, STEPS, TRAIN
@@ -112,7 +112,6 @@ class PlannedModel:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
-        self._known: dict[tuple[Any, ...], ModelCost] = {}
         self.model: nn.Module | Shape
         if given.model is None:
             self.model, self.inputs = shape_of(given.params, given.layers, given.width), None
@@ -132,14 +131,10 @@ class PlannedModel:
             return shape_cost(self.model, self._given.sequence or _SEQUENCE, ITEMSIZE[settings.compute_dtype])
         from zero.sizes.trace import trace
 
-        dtypes = settings.compute_dtype, settings.autocast_dtype
-        key = *dtypes, tuple(settings.zero.units), settings.zero.recompute.products
-        if key not in self._known:
-            kernels = "cpu" if self._given.device in ("cpu", "measured") and not _has_gpu() else "cuda"
-            self._known[key] = trace(self.model, self.inputs, settings, kernels)
-        return self._known[key]
+        kernels = "cpu" if self._given.device in ("cpu", "measured") and not _has_gpu() else "cuda"
+        return trace(self.model, self.inputs, settings, kernels)
 
-    def rates(self, settings: Config) -> tuple[Rates, str]:
+    def rates(self, settings: Config, cost: ModelCost) -> tuple[Rates, str]:
         """Of this machine, and a note on whose FLOP/s they are: the model's own, where it fits on it and runs."""
         from zero.tools.plan.rank_rates import measured
 
@@ -148,7 +143,7 @@ class PlannedModel:
         if self.inputs is not None:
             sequence = self._given.sequence or _SEQUENCE
             # A GPU that has too little says so; a host would end any process.
-            wanted, there = self._nbytes(settings), math.inf if _has_gpu() else available_nbytes(ranks)
+            wanted, there = self._nbytes(cost), math.inf if _has_gpu() else available_nbytes(ranks)
             why = f"the model would take {wanted / GB:,.1f} GB of each rank here, of {there / GB:,.1f}"
             if wanted < there:
                 try:
@@ -158,12 +153,12 @@ class PlannedModel:
                     why = f"running the model failed: {str(error).splitlines()[-1]}"
         return measured(ranks, dtype), f"FLOP/s are those of transformer blocks: {why}."
 
-    def _nbytes(self, settings: Config) -> float:
+    def _nbytes(self, cost: ModelCost) -> float:
         """Of parameters and gradients in fp32 and activations, to run forward and backward once."""
         from zero.sizes.trace import samples_in
 
         numel = sum(param.numel() for param in self.model.parameters())
-        return 8 * numel + samples_in(self.inputs) * self.cost(settings).peak()
+        return 8 * numel + samples_in(self.inputs) * cost.peak()
 
     def operators(self) -> Iterator[str]:
         """What `--trace` prints."""
@@ -228,7 +223,7 @@ def _setup(given: argparse.Namespace, source: PlannedModel) -> Setup:
     settings = _settings(given)
     cost = source.cost(settings)
     if given.device == "measured":
-        rates, note = source.rates(settings)
+        rates, note = source.rates(settings, cost)
         cost, mirrored = replace(cost, notes=(*cost.notes, note)), _has_gpu()
     else:
         rates, mirrored = _given(given.device), True

@@ -17,7 +17,7 @@ from zero.sizes.choice import CHOICES, FILE, Scheme, StageChoice, own_choice, sc
 from zero.sizes.choice import DEVICE as DEVICE_MEMORY
 from zero.sizes.cost import LOSS, POLICIES, ModelCost, UnitCost
 from zero.sizes.estimate import GB, STEP, PlanRow, is_fused, state_formats, state_row, units_of
-from zero.sizes.links import Links, Moves, UnitTraffic, over, sum_of
+from zero.sizes.links import Links, Moves, over, sum_of
 from zero.sizes.rates import Rates
 from zero.sizes.shape import Shape
 from zero.sizes.timeline import DEVICE, DRIVE, HOST, LINK, Pace, Prediction, UnitTimes, predict
@@ -167,7 +167,6 @@ class Search:
         self.setup, self.choice = setup, choice
         # By whether several micro-batches make a step: how many there are changes nothing of these.
         self._states: dict[bool, tuple[PlanRow, Moves]] = {}
-        self._traffic: dict[bool, list[tuple[str, UnitTraffic]]] = {}
         per_rank = setup.settings.raw.get("train_batch_size")
         rest = per_rank % setup.ranks if isinstance(per_rank, int) else 1
         self._samples = None if rest else per_rank // setup.ranks
@@ -189,9 +188,9 @@ class Search:
     def row(self, policy: str, micro_batch: int, timed: bool = True) -> PlanRow:
         """What so many samples in one forward of one rank take, whether they fit, and where `timed` what is sent."""
         setup, cost, accumulation = self.setup, self.setup.cost, self._accumulation(micro_batch)
-        state, _ = self._state(accumulation)
+        state, moves = self._state(accumulation)
         on_host = cost.on_host(policy, micro_batch)
-        moved = self._moved(accumulation) if timed else []
+        moved = moves.by_unit if timed else []
         links = [sum_of(part.each.times(accumulation), part.once) for _, part in moved]
         links.append(Links(host_link=2 * accumulation * on_host * setup.mirrored))
         alive = max(nbytes for at, nbytes, _ in cost.moments(policy) if at != LOSS)
@@ -214,12 +213,6 @@ class Search:
         """How many micro-batches make a step."""
         given = self.setup.settings.gradient_accumulation_steps
         return given if self._samples is None else self._samples // micro_batch
-
-    def _moved(self, accumulation: int) -> list[tuple[str, UnitTraffic]]:
-        several = accumulation > 1
-        if several not in self._traffic:
-            self._traffic[several] = self._state(accumulation)[1].by_unit()
-        return self._traffic[several]
 
     def _state(self, accumulation: int) -> tuple[PlanRow, Moves]:
         setup, several = self.setup, accumulation > 1
@@ -271,17 +264,16 @@ class Search:
 
     def _step(self, policy: str, micro_batch: int, accumulation: int) -> Prediction:
         setup = self.setup
-        _, moves = self._state(accumulation)
-        moved = self._moved(accumulation)
+        state, moves = self._state(accumulation)
         costs = {unit.name: unit for unit in setup.cost.units}
-        times = [self._computed(part.times, costs.pop(at, None), policy, micro_batch) for at, part in moved]
+        times = [self._computed(part.times, costs.pop(at, None), policy, micro_batch) for at, part in moves.by_unit]
         times += [self._computed(UnitTimes(), unit, policy, micro_batch) for unit in costs.values()]
         section, scheme = setup.settings.zero_optimization, moves.scheme
         numel = sum(unit.layout.numel for unit in moves.units) // max(1, len(moves.units))
         ahead = max(1, scheme.limits.ahead // max(1, numel)) if scheme.limits.ahead else 0
         pace = Pace(ahead, section.offload_optimizer.buffer_count, accumulation, scheme.sharding.grads)
         same = (DRIVE,) if setup.mirrored else (DRIVE, {DEVICE, LINK, HOST})
-        norm = over(self._state(accumulation)[0].device.gradients, setup.rates.device_bandwidth)
+        norm = over(state.device.gradients, setup.rates.device_bandwidth)
         norm += setup.rates.latency if setup.ranks > 1 else 0.0  # ranks tell each other their parts of it
         return predict(times, norm, pace, same, _STEPS[any(unit.update or unit.bring for unit in times)])
 
