@@ -16,7 +16,7 @@ from nodes import environment
 
 from zero.config import load
 from zero.launch.args.scripts import add_tune, tune_request
-from zero.tools.tune.tuning import Tried, Tuned, _next
+from zero.tools.tune.tuning import Tried, Tuned, next_row
 
 Command = Callable[..., subprocess.CompletedProcess]
 
@@ -130,7 +130,7 @@ def row(group: str, micro_batch: int, seconds: float, nbytes: float = 1e6, **mor
 def test_the_best_of_each_group_comes_first_then_the_group_that_is_fastest() -> None:
     rows = [row(group, size, 1.0) for group in "0123" for size in (4, 2)]
     runs, order = [Tried({"name": "own"}, [[9.0]])], []
-    while (found := _next(rows, runs)) is not None:
+    while (found := next_row(rows, runs)) is not None:
         order.append((found["group"], found["micro_batch"]))
         runs.append(Tried(found, [[1.0 if found["group"] == "1" else 2.0]]))
     assert order == [("0", 4), ("1", 4), ("2", 4), ("1", 2), ("0", 2), ("2", 2), ("3", 4), ("3", 2)]
@@ -139,12 +139,12 @@ def test_the_best_of_each_group_comes_first_then_the_group_that_is_fastest() -> 
 def test_what_cannot_fit_is_not_tried() -> None:
     rows = [row("0", 4, 1.0, 4e6), row("1", 4, 1.1, 3e6), row("2", 4, 1.2, lacks=["device: 9 GB of 8"])]
     runs = [Tried({"name": "own", "bytes": 4e6}, why="out of memory")]
-    assert _next(rows, runs) == rows[1]
-    assert _next(rows, [*runs, Tried(rows[1], why="exit status 1")]) is None
+    assert next_row(rows, runs) == rows[1]
+    assert next_row(rows, [*runs, Tried(rows[1], why="exit status 1")]) is None
     runs = [Tried(rows[1], why="out of memory")]
-    assert _next(rows, runs) is None
+    assert next_row(rows, runs) is None
     smaller = row("1", 2, 1.3, 5e6)  # takes more by the plan, which does not know all that grows with the micro-batch
-    assert _next([*rows, smaller], runs) == smaller
+    assert next_row([*rows, smaller], runs) == smaller
 
 
 def test_the_table_says_what_was_tried_and_why_the_fastest_is() -> None:

@@ -167,7 +167,7 @@ def tune(request: TuneRequest) -> Tuned:
             return found
 
         closing = 2 if own.seconds else 0
-        while len(runs) <= request.runs and (row := _next(rows, runs)) is not None:
+        while len(runs) <= request.runs and (row := next_row(rows, runs)) is not None:
             if (found := timed(row, closing)) is None:
                 break
             runs.append(found)
@@ -188,7 +188,7 @@ def _own_run(
     """Run the script as it is: that run, the rows of its plan in the order to try them, and its configuration."""
     own = try_row(request, ranks, {"name": "the script's own"}, folder, request.limit, request.space)
     plan = _plan(folder, own)
-    rows = _ordered(plan["rows"])
+    rows = ordered(plan["rows"])
     found = next((row for row in rows if row["name"] == plan["own"]), {"name": plan["own"]})
     return replace(own, row=found), rows, plan["config"]
 
@@ -243,7 +243,7 @@ def _tried(
     return Tried(row, [ranks[0]["seconds"]], memory)
 
 
-def _ordered(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def ordered(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """By the plan's time. What it holds for alike goes by the calls that it takes, which the plan does not count."""
     fastest = min((row["seconds"] for row in rows if not row["lacks"]), default=1.0)
 
@@ -253,7 +253,7 @@ def _ordered(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return sorted(rows, key=key)
 
 
-def _next(rows: Sequence[Mapping[str, Any]], runs: Sequence[Tried]) -> Mapping[str, Any] | None:
+def next_row(rows: Sequence[Mapping[str, Any]], runs: Sequence[Tried]) -> Mapping[str, Any] | None:
     """What to try next: the best of each of the best groups, then others of the group that is the fastest.
 
     Rows are those of the plan in its order. What takes no less than a run that was out of memory, at no smaller a
