@@ -106,14 +106,19 @@ def test_a_host_that_falls_silent_is_lost_though_its_connection_stands(impatient
         assert (found.text, found.node) == ("host c is lost: nothing was heard from it for 3 s", 0)
 
 
-def test_hosts_start_without_one_that_the_launcher_has_lost():
-    with met(terms(min_nodes=2), nodes=(1,)) as (_, _, members):
+@pytest.mark.parametrize("came", [False, True])
+def test_hosts_start_without_one_that_the_launcher_has_lost_and_that_one_ends(came):
+    with met(terms(min_nodes=2), nodes=(1, 2) if came else (1,)) as (_, _, members):
+        assert until(lambda: not came or all(member.run_id for member in members))
         members[0].relay({"kind": "lost", "node": 2, "text": "ssh: Connection refused", "status": 255})
-        assert until(lambda: all(member.run_id for member in members))
-        for member in members:
+        for member in members[:2]:
+            assert until(lambda member=member: member.run_id)
             member.ready(0)
-        assert until(lambda: all(member.attempt() for member in members))
+        assert until(lambda: all(member.attempt() for member in members[:2]))
         assert [host.name for host in members[0].started.world.hosts] == ["a", "b"]
+        for member in members[2:]:
+            assert until(lambda member=member: member.end)
+            assert (member.end.node, member.end.status) == (None, 129)
 
 
 def test_who_does_not_belong_is_refused_and_the_others_go_on():
