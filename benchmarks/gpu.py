@@ -40,7 +40,7 @@ NO_GPU = "torch sees no GPU: the parts run on a stand-in, which shows that they 
 PYTEST = "-m pytest -p gpu -p no:cacheprovider --tb short --continue-on-collection-errors"
 KERNELS = "tests/kernels/test_cuda_kernels.py"
 MATRIX = "tests/core/test_matrix.py tests/core/test_hsdp.py"  # two, three and four ranks
-PRECISION = "tests/engine/test_overflow.py tests/engine/test_formats.py tests/engine/test_exact_norm.py"
+PRECISION = "tests/engine/test_overflow.py tests/engine/test_formats.py tests/core/test_same_bits.py"
 
 
 class Part(NamedTuple):

@@ -1,4 +1,4 @@
-"""Every private name of torch that zero uses, with what we need of it; tests/core/test_torch_private.py asks for each.
+"""Every private name of torch that zero uses, with what we need of it.
 
 Nothing public tells these things: who else holds a storage, which backward runs on this thread and when it ends, and
 how to set back the version counter of a tensor whose memory has come again.
