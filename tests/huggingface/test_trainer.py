@@ -15,16 +15,10 @@ from ranks import Pool
 pytestmark = pytest.mark.long
 OPTIMIZER = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
 CPU = {"device": "cpu"}
+EVERY = {"zero": {"reduce_every_micro_batch": True}, "optimizer": OPTIMIZER}
 STAGES = range(4)
 SAVING = {"save_strategy": "steps", "save_steps": 3}  # an epoch has 8 steps at 2 ranks
 OFFLOADED = [settings(2, offload_optimizer=CPU), settings(3, offload_optimizer=CPU, offload_param=CPU)]
-
-
-def run_all(model: str, out: str, configs: list[dict[str, Any]], more: dict[str, Any]) -> list[Any]:
-    """Each of these, and Trainer as it is."""
-    every = {"zero": {"reduce_every_micro_batch": True}, "optimizer": OPTIMIZER}
-    given = [*({**config, **every} for config in configs), None]
-    return [trained(model, f"{out}/{number}", config, **more) for number, config in enumerate(given)]
 
 
 @pytest.mark.parametrize(
@@ -35,8 +29,10 @@ def run_all(model: str, out: str, configs: list[dict[str, Any]], more: dict[str,
 def test_losses_are_the_same_bits_on_all_stages(
     door: Pool, tiny: Path, tmp_path: Path, world: int, accumulation: int, configs: list[dict[str, Any]]
 ) -> None:
-    more = {"gradient_accumulation_steps": accumulation}
-    first, *others, plain = door.run(world, run_all, str(tiny), str(tmp_path), configs, more)[0]
+    first, *others, plain = [
+        door.run(world, trained, str(tiny), f"{tmp_path}/{number}", config, gradient_accumulation_steps=accumulation)[0]
+        for number, config in enumerate([*({**config, **EVERY} for config in configs), None])  # the last is plain
+    ]
     assert len(first[0]) == 10
     for other in others:
         assert other == first
