@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,33 @@ from torch.utils.data import TensorDataset
 import zero
 from zero.compat.getters import DeepSpeedGetters
 from zero.engine import Engine
+
+
+@only_new()
+def dropped(stage: int, with_module: bool) -> dict[str, Any]:
+    """What is still there after an engine, and maybe its module, were let go without `destroy()`."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    before = alive()
+    net = make_net()
+    made = make(stage, net)
+    logging.getLogger("zero").addHandler(handler)
+    steps(made[0], 3)
+    dead = [weakref.ref(each) for each in (*made[:2], made[1].shard_optimizer, *([net] if with_module else []))]
+    del made
+    if with_module:
+        del net
+    after = alive()
+    logging.getLogger("zero").removeHandler(handler)
+    gone = all(ref() is None for ref in dead)
+    return {
+        "gone": gone,
+        "tensors": (after.tensors - before.tensors) * with_module,
+        "said": said,
+        "garbage": gc.garbage,
+    }
+
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -215,3 +243,12 @@ def test_an_engine_that_was_dropped_gives_its_parameters_back(stage, section, pr
     (losses, values, said), (wanted, destroyed, _) = (dropped_between(json, drop) for drop in (True, False))
     assert losses == wanted and all(map(torch.equal, values, destroyed))
     assert ("of an engine that was dropped" in said) == (stage == 3), said
+
+
+@pytest.mark.parametrize(
+    ("stage", "with_module"), [(2, True), (3, True), (1, False), (3, False), *longer((0, True), (1, True))]
+)
+def test_an_engine_that_is_dropped_is_collected_too(pool, stage, with_module):
+    """A module does not keep its engine."""
+    for found in pool.run(2, dropped, stage, with_module):
+        assert found == {"gone": True, "tensors": 0, "said": [], "garbage": []}

@@ -269,3 +269,29 @@ def test_a_skipped_step_leaves_nothing_behind(stage: int) -> None:
         found.append([step(engine, number) for number in range(3)])
         engine.destroy()
     assert found[0] == found[1]
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_that_writes_leaves_the_rest_exact() -> None:
+    """An embedding with `max_norm` writes into its weight."""
+    torch.manual_seed(0)
+    embed, json = torch.nn.Embedding(17, 12, max_norm=1.0), settings({"stage": 3, "section": QUANTIZED}, 2)
+    engine = zero.initialize(model=torch.nn.Sequential(embed, torch.nn.Linear(12, 17)), config=json)[0]
+    before = safe_get_full_fp32_param(embed.weight)
+    with torch.no_grad():
+        engine(torch.tensor([[1, 2, 3]]))
+    after = safe_get_full_fp32_param(embed.weight)
+    rows = torch.ones(17, dtype=torch.bool)
+    rows[1:4] = False
+    assert torch.equal(before[rows], after[rows])
+    assert (after[1:4].norm(dim=1) < 1.01).all() and (before[1:4].norm(dim=1) > 1.01).all()
+    engine.destroy()
+
+
+def test_what_is_not_finite_is_seen_and_leaves_no_error() -> None:
+    for bad in (float("inf"), float("-inf"), float("nan")):
+        gradient, feedback = torch.ones(128), ErrorFeedback(128, torch.device("cpu"))
+        gradient[70] = bad
+        sent = decode(feedback.encode(gradient), torch.empty(128))
+        assert sent[:64].isfinite().all() and not sent[64:].isfinite().any()
+        assert decode(feedback.encode(torch.ones(128)), torch.empty(128)).isfinite().all()

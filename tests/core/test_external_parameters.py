@@ -241,3 +241,7 @@ def test_wrong_registrations():
         zero.register_external_parameter(module, torch.ones(2))
     with pytest.raises(RuntimeError, match=r"a parameter of shape \(2,\) is not registered as external to Linear"):
         zero.unregister_external_parameter(module, param)
+
+
+def test_also_when_units_are_kept_between_uses(pool):
+    check(pool, ByRoot, section={"stage3_max_reuse_distance": 10_000})

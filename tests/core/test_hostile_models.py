@@ -14,13 +14,44 @@ import torch
 import torch.distributed as dist
 from marks import longer
 from matrix_models import Base, Extra, FrozenMiddle, Tied, loss_from, loss_of
-from models import WIDTH, config
+from models import WIDTH, Net, config, make_net
 from oracle import backward
+from scenario import Model, differences, run
 from stages import check
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 import zero
+
+
+class Nothing(nn.Module):
+    """A block whose parameters have no elements, and are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in {"rows": (0, WIDTH), "cols": (WIDTH, 0), "stack": (3, 0, 2), "bias": (0,)}.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(param.sum() for param in self.parameters())
+
+
+class WithoutElements(Net):
+    """The Net of `make_net` with such parameters in a block, and with a block of no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].norm = nn.Sequential(self.blocks[1].norm, Nothing())
+        self.blocks.append(Nothing())
+        vector_to_parameters(parameters_to_vector(make_net().parameters()), self.parameters())
+
+
+OPTIMIZERS = {
+    "NorMuon": ("Muon", {"lr": 1e-2, "beta2": 0.9}),
+    "Muon, one by one": ("Muon", {"lr": 1e-2, "ns_method": "standard"}),
+    **{kind: (kind, {"lr": 1e-2}) for kind in ("Lamb", "Lion", "SGD", "Adagrad", "RMSprop")},
+}
 
 
 class Shared(Base):
@@ -238,3 +269,21 @@ def test_buffers_of_any_stride_and_dtype_are_those_of_rank_0():
             (value[0] if name == "expanded" else value).zero_()
     zero.initialize(model=model, config=config(3, 2))[0].destroy()
     assert all(torch.equal(model.get_buffer(name), value) for name, value in buffers().items())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("name", "stages"), [("NorMuon", (0, 3)), *longer(*((name, range(4)) for name in OPTIMIZERS))])
+def test_parameters_without_elements_are_left_alone(name, stages, tmp_path):
+    """Two steps, with a resume between them, are those of a model without such parameters."""
+    kind, params = OPTIMIZERS[name]
+    more = {"optimizer": {"type": kind, "params": params}, "gradient_clipping": 1.0}
+    for stage in stages:
+        found = []
+        for model in (Model(WithoutElements), Model(make_net)):
+            folder = str(tmp_path / f"{model.make.__name__}{stage}")
+            run(model, stage, 1, save=folder, **more)
+            found.append(run(model, stage, 1, load=folder, first=1, **more))
+        ours, plain = found
+        ours.weights = {key.replace("norm.0", "norm"): value for key, value in ours.weights.items() if value.numel()}
+        assert ours.weights.keys() == plain.weights.keys()
+        assert not differences(ours, plain), stage

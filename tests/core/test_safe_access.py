@@ -6,6 +6,7 @@ And what a user writes into a parameter is its exact value from then on.
 from __future__ import annotations
 
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -350,3 +351,10 @@ def test_a_frozen_parameter_that_got_other_data_is_saved_with_it(tmp_path):
         engine.destroy()
         found.append(model.bias.tolist())
     assert found == [[4.0, 4.0]] * 2
+
+
+def test_a_pickled_parameter_leaves_the_engine_behind():
+    engine = zero.initialize(model=make_net(), config=settings(0, 1))[0]
+    copy = pickle.loads(pickle.dumps(engine.module.head.bias))
+    assert torch.equal(copy, engine.module.head.bias)
+    assert safe_get_full_fp32_param(copy) is None

@@ -309,3 +309,28 @@ def test_unmanaged_accumulation_is_not_decided_elsewhere():
     engine = alone(managed_gradient_accumulation=False)
     for call in (lambda: engine.set_gradient_accumulation_boundary(True), engine.coalesce_grad_reduction().__enter__):
         assert "needs managed_gradient_accumulation" in said_by(call)
+
+
+def test_a_coalesced_block_may_be_repeated_after_an_exception():
+    engine, clean = alone(), alone()
+    with engine.coalesce_grad_reduction():
+        engine.backward(engine(*batch(0, 2)))
+    with pytest.raises(Exception, match="forward"):
+        engine()
+    for each in (engine, clean):
+        with each.coalesce_grad_reduction():
+            each.backward(each(*batch(1, 2)))
+        each.step()
+    assert (engine.global_steps, engine.was_step_applied()) == (1, True)
+    assert engine.get_global_grad_norm() == clean.get_global_grad_norm()
+
+
+def test_the_boundary_set_by_hand_stays_until_none():
+    engine = alone(accumulation=2)
+    engine.set_gradient_accumulation_boundary(True)
+    for step in range(3):
+        engine.backward(engine(*batch(step, 2)))
+        engine.step()
+    assert engine.global_steps == 3
+    engine.set_gradient_accumulation_boundary(None)
+    assert not engine.is_gradient_accumulation_boundary()  # counting begins where the last step was taken

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import importlib
 import json
 import logging
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,22 @@ import zero
 from zero.core.world import local_device
 from zero.engine import Engine
 from zero.utils import safe_get_local_fp32_param
+
+
+def exceptions_of_ours() -> list[type[Exception]]:
+    root = Path(zero.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        # Importing a door opens it; Lightning is an extra.
+        if parts[-1] != "__main__" and parts[1] not in ("as_deepspeed", "lightning"):
+            importlib.import_module(".".join(parts).removesuffix(".__init__"))
+    found, looked_at = [], [Exception]
+    while looked_at:
+        for kind in type.__subclasses__(looked_at.pop()):
+            looked_at.append(kind)
+            found += [kind] if kind.__module__.partition(".")[0] == "zero" else []
+    return found
+
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"}}
 
@@ -274,3 +294,17 @@ def test_shapes_placements_and_state_are_said() -> None:
     assert "    blocks.1.up.weight    25x12         rank 0 [0:300]" in text
     assert "not updated" in text
     engine.destroy()
+
+
+def test_every_exception_of_ours_is_the_same_elsewhere():
+    arguments = {
+        "ConfigError": (["fp16.enabled: got 3, wanted true or false", "second"], "zero.json"),
+    }
+    kinds = exceptions_of_ours()
+    assert {"ConfigError", "ScheduleError", "Damaged", "LaunchError"} <= {kind.__name__ for kind in kinds}
+    made = [kind(*arguments.get(kind.__name__, ("lr: wanted a number",))) for kind in kinds]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        elsewhere = list(pool.map(copy.copy, made))
+    for error, *others in zip(made, elsewhere, map(copy.copy, made), map(copy.deepcopy, made), strict=True):
+        for other in others:
+            assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))

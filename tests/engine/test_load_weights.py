@@ -301,3 +301,29 @@ def test_a_model_that_transformers_has_saved(tmp_path: Path, kind: str) -> None:
     found = engine.module_state_dict()
     assert all(torch.equal(found[name], value) for name, value in source.state_dict().items())
     engine.destroy()
+
+
+def test_several_files_that_do_not_go_together(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors")
+    write(tmp_path / "b.safetensors")
+    (tmp_path / "c").mkdir()
+    write(tmp_path / "c" / "c.safetensors")
+    model = small()
+    for names, text in (
+        (["a", "b"], "several of them have 'blocks.0.down.bias'"),
+        (["a", "c/c"], "2 files lie in 2 folders"),
+        ([], "0 files lie in 0 folders"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            zero.load_weights(model, [tmp_path / f"{name}.safetensors" for name in names])
+    with pytest.raises(ValueError, match="neither a safetensors file nor one of torch"):
+        zero.load_weights(model, [tmp_path / "c"])
+
+
+def test_shards_of_hugging_face_and_memory_in_another_order(tmp_path: Path) -> None:
+    state = shards(tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        model = small()
+        model.head.weight.data = model.head.weight.data.t().contiguous().t()
+        zero.load_weights(model, path)
+        assert_has(model, state)

@@ -24,6 +24,11 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from zero.kernels.remainder import round_bf16
 
+
+def gradient_bytes(engine: Any, number: int) -> int:
+    return engine.state_nbytes().gradients
+
+
 STAGES = (0, 1, 2, 3)
 STEPS = 4
 EVERY = {"zero": {"reduce_every_micro_batch": True}}  # one order of sums on all stages
@@ -266,3 +271,12 @@ def test_dividing_before_keeps_what_travels_in_range(pool, stage):
     for record in train(gradient_predivide_factor=4):
         assert record.skipped == 0
         assert record.norms == [pytest.approx(3**0.5 * 1e5, rel=2**-11)]
+
+
+@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
+def test_gradients_that_add_up_in_bf16_take_half_the_memory(pool, stage):
+    whole, half = (
+        scenario(pool, "net", stage, steps=1, accumulation=2, watch=gradient_bytes, **more)[0].seen[0]
+        for more in (MODES["bf16"], KEPT_IN_BF16)
+    )
+    assert whole == 2 * half > 0

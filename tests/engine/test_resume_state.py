@@ -7,6 +7,7 @@ interrupted; what only one side has is said. Ranks that were not there draw what
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import random
@@ -21,9 +22,11 @@ from models import config, make_net
 from torch.optim import lr_scheduler as torchs
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import TensorDataset
+from zero.checkpoint.plain_values import decode, encode
 
 import zero
 from zero.data import RepeatingLoader
+from zero.engine.checkpoint import random_state
 
 STEPS = 9
 AT = 4  # the step behind which the run is interrupted
@@ -261,3 +264,54 @@ def test_other_numbers_of_ranks_share_what_is_left_of_the_pass(pool, tmp_path):
         assert rows == sorted(str(row[0].tolist()) for row in tokens())
         assert then[0][1][1] == 14
         assert len({str(rank[2]) for rank in then[1:]}) == world - 1, "two ranks draw the same"
+
+
+def test_ranks_that_were_not_there_draw_what_no_other_draws():
+    device, saved = torch.device("cpu"), []
+    STREAMS.add("alike", 7)
+    STREAMS.add("stream", 8)
+
+    def through_json(value: Any) -> Any:
+        made, tensors = encode(value, "state")
+        return decode(json.loads(json.dumps(made, allow_nan=False)), tensors)
+
+    for rank in range(2):
+        seed(rank)
+        saved.append(through_json(random_state.capture(device)))
+        of_stream("stream")
+
+    def of(rank: int, step: int, states: list[Any]) -> tuple[Any, ...]:
+        random_state.restore(through_json(random_state.for_rank(states, rank, step)), device)
+        return (*draws()[:3], of_stream("stream"), of_stream("alike"))
+
+    first = [of(rank, 10, saved) for rank in range(4)]
+    assert first == [of(rank, 10, saved) for rank in range(4)]
+    assert [len(set(map(str, drawn))) for drawn in zip(*first, strict=True)] == [4, 4, 4, 4, 1]
+    assert of(1, 11, saved) == first[1]
+    assert of(2, 11, saved)[0] != first[2][0]
+    assert of(1, 10, [saved[0], None])[0] != first[1][0]
+
+
+def test_tensors_in_a_clients_groups_stay_the_same_objects(tmp_path):
+    made = []
+
+    def client(params: Any) -> Any:
+        made.append(torch.optim.Adam(params, lr=torch.tensor(0.5), foreach=False))
+        return made[-1]
+
+    first, second = make(client=client), make(client=client)
+    first.optimizer.param_groups[0]["lr"].fill_(0.125)
+    first.save_checkpoint(tmp_path)
+    held = made[1].param_groups[0]["lr"]
+    second.load_checkpoint(tmp_path)
+    assert made[1].param_groups[0]["lr"] is held and held.item() == 0.125
+
+
+def test_without_a_schedule_hyperparameters_that_the_script_changed_go_on(tmp_path):
+    engine, other = make(None, two_groups), make(None, two_groups)
+    engine.optimizer.param_groups[1].update(lr=0.25, betas=(0.5, 0.75))
+    engine.save_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path)
+    for group, wanted in zip(other.optimizer.param_groups, engine.optimizer.param_groups, strict=True):
+        assert group.pop("params") and wanted.pop("params")
+        assert group == wanted

@@ -217,3 +217,24 @@ def test_a_warmup_longer_than_the_run_is_told():
     for kind in ("WarmupDecayLR", "WarmupCosineLR"):
         with pytest.warns(UserWarning, match="total_num_steps 5 is less than warmup_num_steps 1000"):
             lr.build_scheduler(optimizer(), kind, {"total_num_steps": 5})
+
+
+def test_a_wrapped_optimizer_is_unwrapped():
+    class Wrapper:
+        optimizer = optimizer()
+
+    for kind, params in (("WarmupLR", {}), ("StepLR", {"step_size": 1})):
+        assert lr.build_scheduler(Wrapper(), kind, params).optimizer is Wrapper.optimizer
+
+
+def test_one_cycle_moves_the_first_beta_against_the_rate():
+    opt = optimizer()
+    params = {**FLOORED, "cycle_second_step_size": 4, "decay_mom_rate": 0.1}
+    scheduler = lr.build_scheduler(opt, "OneCycle", params)
+    seen = []
+    for _ in range(9):
+        seen.append(opt.param_groups[0]["betas"])
+        scheduler.step()
+    first = [0.8, 0.85, 0.8, 0.825, 0.85, 0.875, 0.9, 0.9 * 1.05, 0.9 * 1.1]
+    assert [beta for beta, _ in seen] == pytest.approx(first)
+    assert {beta for _, beta in seen} == {0.99}

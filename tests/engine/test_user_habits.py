@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -352,3 +353,21 @@ def test_what_cannot_be_right_is_refused_by_name(stage):
     said = conversions(stage) | added(stage) | between_backward_and_step(stage)
     assert {what: text for what, text in said.items() if not re.search(REFUSED[what], text)} == {}
     assert said.keys() == REFUSED.keys()
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_put_into_param_data_counts_as_an_edit():
+    found = []
+    for stage, by_data in itertools.product((0, 1, 3), (False, True)):
+        engine = start(stage)
+        losses = [step(engine, 0)]
+        param = engine.module.layers[1].weight
+        with zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
+            if by_data:
+                param.data = param.data * 2
+            else:
+                param.mul_(2)
+        if stage < 3:  # parameters are whole: no context needed
+            param.data = param.data * 1
+        found.append([*losses, *(step(engine, number) for number in (1, 2))])
+    assert all(losses == found[0] for losses in found)

@@ -171,3 +171,12 @@ def test_what_was_written_outlives_the_process(tmp_path, last, status):
     ends = [line for line in written if line["event"] == "end"]
     assert [line["status"] for line in ends] == ([] if status is None else [status])
     assert status != "failed" or ends[0]["error"] == "ZeroDivisionError: division by zero"
+
+
+def test_a_run_without_report_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1))
+    engine.backward(engine(*share(0)))
+    engine.step()
+    engine.destroy()
+    assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,13 @@ from zero.__main__ import main
 from zero.compat.mpu import GridGroups
 from zero.plan.grid import AXES, DATA, Grid, GridError
 
+
+def refused_groups() -> str:
+    with pytest.raises(ValueError) as error:
+        GridGroups(Grid(4))
+    return str(error.value)
+
+
 KNOWN = [(16, 2, 4), (192, 8, 8), (160, 8, 4)]
 
 
@@ -113,3 +120,7 @@ def test_groups_by_the_names_of_megatron(pool):
         pair = 4 * (rank // 2) + 1
         assert found == [(tp, 2, pair, True), (0, 1, rank, True), (data, 2, 2 + 2 * tp, True), (0, 1, rank, True),
                          (tp, 2, pair, True)]  # fmt: skip
+
+
+def test_groups_of_another_number_of_ranks_are_refused(pool):
+    assert pool.run(2, refused_groups) == ["grid: got one of 4 ranks; there are 2"] * 2

@@ -19,7 +19,7 @@ from zero import checkpointing
 from zero.config import ConfigError
 from zero.config.sections import ActivationCheckpointing
 from zero.recompute.holder import HOLDER
-from zero.recompute.saved_inputs import InputStore
+from zero.recompute.saved_inputs import InputStore, restored
 
 FULL = {"modules": ["Block"]}
 SELECTIVE = {"modules": ["Block"], "policy": "selective"}
@@ -228,3 +228,18 @@ def test_ranks_must_configure_alike():
         checkpointing.configure(Group(), partition_activations=dist.get_rank() == 0)
     assert not checkpointing.is_configured()
     assert all(f"partition_activations = {wanted}" in str(caught.value) for wanted in (True, False))
+
+
+@pytest.mark.ranks(3)
+def test_each_rank_keeps_its_slice():
+    """Of inputs of several sizes and strides, which come back as they were."""
+    checkpointing.configure(dist.group.WORLD, partition_activations=True)
+    made = [torch.arange(float(count)).requires_grad_() * 1.0 for count in (1, 2, 7, 64)]
+    made += [made[3].view(8, 8).t(), made[3].view(8, 8)[:, ::2], made[2].expand(2, 7), made[3].to(torch.bfloat16)]
+    tickets = [HOLDER.inputs.put([tensor])[0] for tensor in made]
+    back = [restored(ticket) for ticket in tickets]
+    nbytes = [ticket.call._slices[ticket.index].nbytes for ticket in tickets]
+    HOLDER.__init__()
+    assert nbytes == [4, 4, 12, 88, 88, 44, 20, 44]
+    assert all(tensor.stride() == other.stride() for tensor, other in zip(made[:5], back, strict=False))
+    assert all(torch.equal(a, b) and b.requires_grad for a, b in zip(made, back, strict=True))
