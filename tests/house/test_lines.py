@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 42882,
+    "tests": 42886,
     "zero/*.py": 1097,
     "zero/as_deepspeed": 1421,
     "zero/checkpoint": 2687,
@@ -37,7 +37,7 @@ LIMITS = {
     "zero/utils": 405,
     "zero/watchdog": 1387,
 }
-SUM = 93940
+SUM = 93944
 
 
 def parts() -> dict[str, int]:
