@@ -186,12 +186,6 @@ class Shard:
     def _span(self, verb: str, does: bool = True) -> contextlib.AbstractContextManager[None]:
         return self.placement.events.span(verb, self._buffer.plan.name) if does else contextlib.nullcontext()
 
-    def exact(self) -> torch.Tensor:
-        """The masters of this rank's shard as fp32 [n]; to be read only."""
-        with self.acquired():
-            values = self.master.values()
-            return values if self.placement.state_store.resident else values.clone()
-
     def write_exact(self, start: int, values: torch.Tensor) -> None:
         """Replace the exact values from element `start` of the shard on by `values`, fp32 [k], and their roundings."""
         with self.acquired(changed=True):
