@@ -12,9 +12,9 @@ import torch
 from zero.kernels.formulas import Adam, Formula, Lion, Sgd
 from zero.kernels.moments import Moment
 from zero.kernels.step import step
-from zero.memory.host_bytes import record_nbytes, shard_nbytes
 from zero.plan.formats import Formats
-from zero.plan.placement import Placement, Where, is_updated, keeps_copy
+from zero.plan.memory import unit_bytes
+from zero.plan.placement import Placement, Where, is_updated
 from zero.plan.units import UnitPlan
 from zero.sizes.timeline import UnitTimes
 
@@ -65,19 +65,18 @@ def unit_times(
         away = is_updated(unit) and not placement.used_on_device
         here = is_updated(unit) and not away
         step = shard / rates.device_update if here else 0.0
-        copied = keeps_copy(placement, True)
-        record = sum(record_nbytes(unit, sizes.rank, sizes.parts, sizes.formats, copied)) if placement.streamed else 0
-        shown = shard_nbytes(unit, sizes.parts, unit.dtype)
+        dtypes = sizes.gradients, sizes.gradients
+        held = unit_bytes(unit, placement, sizes.rank, sizes.parts, sizes.formats, dtypes)
+        record = held.away.record if placement.streamed else 0
+        shown, drive = held.all.parameters, held.file.parameters
         rests = placement.params is Where.DEVICE
-        filed = placement.optimizer is Where.FILE
-        kept = sum(record_nbytes(unit, sizes.rank, sizes.parts, sizes.formats, True)) if filed else 0
-        drive = shown if placement.params is Where.FILE else 0
+        kept = held.file.record
         found.append(
             UnitTimes(
                 forward=forward * share,
                 backward=backward * share,
                 fetch=0.0 if rests else shown / rates.up + drive / rates.read,
-                down=shard_nbytes(unit, sizes.parts, sizes.gradients) / rates.down if away else 0.0,
+                down=held.host.gradients / rates.down,
                 stay=0.0 if record else step,
                 read=kept / rates.read,
                 update=shard / rates.host_update if away else 0.0,

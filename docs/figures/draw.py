@@ -1,6 +1,6 @@
 """Draws the figures of the pages: `python docs/figures/draw.py` writes them beside this file.
 
-The bytes are those of `zero.plan.memory`. The step and the ranks are drawings, not measurements.
+The bytes are those of the ZeRO paper's formula. The step and the ranks are drawings, not measurements.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zero.plan.formats import Formats
-from zero.plan.memory import formula_nbytes
+from zero.plan.sharding import Sharding
 
 HERE = Path(__file__).parent
 BLUE, ORANGE, GREEN, GREY = "#4477aa", "#ee8866", "#44aa77", "#dddddd"
@@ -31,13 +31,15 @@ def memory() -> Figure:
     cases = [(f"stage {stage}", stage, Formats(master="remainder")) for stage in (3, 2, 1, 0)]
     cases.insert(0, ("stage 3, 8-bit moments", 3, Formats(master="remainder", moments="8bit")))
     for row, (_, stage, formats) in enumerate(cases):
-        # Gradients add up in fp32: those of the formula for an fp32 model.
-        state = formula_nbytes(7 * 10**9, "bf16", stage, 8, formats)
-        gradients = formula_nbytes(7 * 10**9, "fp32", stage, 8).gradients
+        numel, sharding = 7 * 10**9, Sharding.of_stage(stage)
+        # Gradients add up in fp32.
+        whole = 2 * numel, 4 * numel, formats.master_nbytes(numel, "bf16") + formats.moments_nbytes(numel)
+        cut = sharding.params, sharding.grads, sharding.optim
         left = 0.0
-        for (kind, color), nbytes in zip(KINDS.items(), state._replace(gradients=gradients), strict=True):
-            axes.barh(row, nbytes / 1e9, left=left, color=color, label=kind if row == 0 else None)
-            left += nbytes / 1e9
+        for (kind, color), nbytes, is_cut in zip(KINDS.items(), whole, cut, strict=True):
+            held = nbytes / (8 if is_cut else 1) / 1e9
+            axes.barh(row, held, left=left, color=color, label=kind if row == 0 else None)
+            left += held
         axes.text(left + 1, row, f"{left:.1f}", va="center")
     axes.set_yticks(range(len(cases)), [name for name, *_ in cases])
     axes.set(xlabel="GB per rank: 7 billion parameters, bf16, AdamW, 8 ranks", xlim=(0, 125))

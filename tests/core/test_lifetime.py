@@ -159,7 +159,7 @@ def test_bytes_alive(pool, stage, form):
             parts, place = (2, rank) if sharding.optim else (1, 0)
             more = {"rank": place, "formats": FORMATS[kind][2], "accumulation": accumulation}
             wanted = alive_nbytes(plans, sharding, parts, **more, **moments[name])
-            assert found == wanted, name
+            assert found == wanted.state, name
 
 
 # --- launches --------------------------------------------------------------------------------------------------------

@@ -67,7 +67,6 @@ USERS_OF_TOOLS = ("zero.__main__", "zero.engine.assignment", "zero.engine.engine
 # Pure files that stand beside their feature: nothing but Python, `zero.plan` and each other.
 TORCH_FREE = (
     "zero.watchdog.hang_report",
-    "zero.memory.host_bytes",
     "zero.memory.update_costs",
     "zero.recompute.policy",
     "zero.sizes.cost",

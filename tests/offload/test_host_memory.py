@@ -17,14 +17,9 @@ import torch
 from marks import longer
 
 from zero.memory.available import available_nbytes, host_available
-from zero.memory.host_bytes import (
-    MIB,
-    PAGE,
-    HostBytes,
-    host_table,
-)
 from zero.memory.pinned_arena import PinnedArena, check_room
 from zero.plan.layout import make_layout
+from zero.plan.memory import MIB, PAGE, HostBytes, host_table
 from zero.plan.placement import Placement, Where, place
 from zero.plan.units import ParamSpec, UnitPlan
 

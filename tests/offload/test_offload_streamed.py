@@ -292,7 +292,8 @@ def units_of(*sizes: int) -> list[UnitPlan]:
 def test_the_room_is_never_exceeded(sizes: list[int], part: float) -> None:
     units = units_of(*sizes)
     room = part * sum(unit.layout.numel for unit in units) * BYTES
-    ratio, numel, nbytes = fitting(units, 1, FORMATS, "bf16", room)
+    sizes = [unit.layout.numel * BYTES for unit in units]
+    ratio, numel, nbytes = fitting(units, sizes, 1, room)
     placements = place(units, 1, Where.FILE, Where.DEVICE, ratio)
     stay = [unit for unit, at in zip(units, placements, strict=True) if at.optimizer is Where.DEVICE]
     assert numel == sum(unit.layout.numel for unit in stay)

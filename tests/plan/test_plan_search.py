@@ -14,8 +14,9 @@ from models import config
 
 from zero.config import load
 from zero.config.override import apply
-from zero.memory.host_bytes import SLOTS, record_nbytes
 from zero.plan.formats import ITEMSIZE
+from zero.plan.memory import SLOTS, unit_bytes
+from zero.plan.placement import Placement, Where
 from zero.sizes.choice import CHOICES, StageChoice
 from zero.sizes.cost import POLICIES, shape_cost
 from zero.sizes.estimate import PlanRow
@@ -142,7 +143,8 @@ def test_state_that_streams_crosses_the_link_both_ways_and_its_gradient_does_not
         return Search(replace(setup(), settings=load(values, 8)), StageChoice(2, "cpu")).row("none", 1)
 
     host, streamed = row("host"), row("gpu")
-    records = [sum(record_nbytes(unit, 0, 8, setup().formats, False)) for unit in setup().units]
+    at = Placement(Where.HOST, Where.DEVICE, streamed=True)
+    records = [unit_bytes(unit, at, 0, 8, setup().formats).host.record for unit in setup().units]
     assert streamed.host.memory == sum(records) and streamed.links.host_link == 2 * sum(records)
     assert streamed.host.memory < host.host.memory and streamed.device.gradients > host.device.gradients == 0
     assert host.device.masters + host.device.moments == 0

@@ -9,10 +9,10 @@ import pytest
 from models import config
 
 from zero.config import load
-from zero.memory.host_bytes import SLOTS, record_nbytes, shard_nbytes
 from zero.memory.update_costs import UpdateCosts, UpdateRates, update_costs
 from zero.plan.formats import Formats
-from zero.plan.placement import Where, place
+from zero.plan.memory import SLOTS, unit_bytes
+from zero.plan.placement import Placement, Where, place
 from zero.sizes.choice import own_choice
 from zero.sizes.cost import shape_cost
 from zero.sizes.estimate import estimate
@@ -40,9 +40,17 @@ def costs(rates: UpdateRates, ratio: float = 1.0, moments: str = "fp32", parts: 
 
 def test_bytes_and_seconds_are_those_of_what_moves():
     units, formats = setup(ranks=2).units, Formats("remainder")
-    records = [sum(record_nbytes(unit, 0, 2, formats, False)) for unit in units]
-    copies = [sum(record_nbytes(unit, 0, 2, formats, True)) for unit in units]
-    there, here = (sum(shard_nbytes(unit, 2, dtype) for unit in units) for dtype in ("fp32", "bf16"))
+    streamed, on_host = (
+        [
+            unit_bytes(unit, Placement(Where.HOST, Where.DEVICE, streams), 0, 2, formats, ("fp32", "bf16"))
+            for unit in units
+        ]
+        for streams in (True, False)
+    )
+    records, copies = ([unit.host.record for unit in each] for each in (streamed, on_host))
+    assert sum(copies) == pytest.approx(sum(records) + sum(unit.device.parameters for unit in on_host), rel=1e-2)
+    there, here = sum(unit.device.gradients for unit in streamed), sum(unit.host.gradients for unit in on_host)
+    assert there == pytest.approx(2 * here, rel=1e-2)
     found = costs(UpdateRates(1.0, 2.0, 4.0), parts=2)
     assert found.through == sum(records) and found.nbytes == there + SLOTS * max(records)
     assert found.on_device == sum(records) + (there + 2 * sum(records)) / 4

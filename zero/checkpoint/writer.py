@@ -20,9 +20,9 @@ from zero.checkpoint.safe_file import NAMES, TensorChunk, Writing
 from zero.checkpoint.staging import Staging
 from zero.checkpoint.store_barrier import Lost, StoreBarrier
 from zero.log import logger
-from zero.memory.host_bytes import LINE
 from zero.memory.streams import record_event
 from zero.plan.layout import round_up
+from zero.plan.memory import LINE
 
 APPEARS = 10.0  # seconds that another host's file may take to be seen
 WRITES = "writing a checkpoint"

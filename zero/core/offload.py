@@ -16,14 +16,14 @@ from zero.core.world import Axis, World
 from zero.kernels.aio import Aio
 from zero.log import rank_zero
 from zero.memory.file_store import SwapFile, close_all
-from zero.memory.host_bytes import SLOTS, host_bytes, host_table, record_nbytes, shard_nbytes
 from zero.memory.host_gradients import HostGradAccumulator, StagingBuffers
 from zero.memory.pinned_arena import PinnedArena, check_room
 from zero.memory.state_placement import StatePlacement
 from zero.memory.store import Store
 from zero.memory.streamed_store import Slots, StreamedStore
 from zero.memory.streams import Streams
-from zero.plan.placement import Placement, Where, is_updated, keeps_copy, place
+from zero.plan.memory import SLOTS, UnitBytes, host_bytes, host_table, unit_bytes
+from zero.plan.placement import Where, is_updated, keeps_copy, place
 from zero.plan.units import UnitPlan
 
 
@@ -55,16 +55,16 @@ class Offload:
         self._state, self._params, self._drive = state, params, aio
         self._plans = plans
         self._device, self._events = device, world.watchdog.events
-        self._numerics, self._gradients = numerics, numerics.resting_dtype(world, shards)
-        self._shards = dict(zip((plan.name for plan in plans), shards, strict=True))
-        ranks, parts = [shard.rank for shard in shards], [shard.size for shard in shards]
+        self._dtypes = numerics.accumulate, numerics.resting_dtype(world, shards)
         self._separate = has_own_memory(device)
-        where = Where(state.device), Where(params.device)
+        where, parts = (Where(state.device), Where(params.device)), [shard.size for shard in shards]
         self.placements = place(plans, parts, *where, ratio, params.max_in_cpu, streamed)
-        buffers = state.buffer_count, params.buffer_count
-        self.host = host_bytes(
-            plans, self.placements, ranks, parts, self._numerics.formats, self._gradients, self._separate, *buffers
-        )
+        self._numel = [plan.layout.numel // shard.size for plan, shard in zip(plans, shards, strict=True)]
+        self._held: list[UnitBytes] = [
+            unit_bytes(plan, at, shard.rank, shard.size, numerics.formats, self._dtypes, self._separate)
+            for plan, at, shard in zip(plans, self.placements, shards, strict=True)
+        ]
+        self.host = host_bytes(self._held, state.buffer_count, params.buffer_count)
         self._arena: PinnedArena | None = None
         self._aio: Aio | None = None
         self.swap_files: dict[str, SwapFile] = {}
@@ -78,8 +78,8 @@ class Offload:
     @property
     def slots_nbytes(self) -> int:
         """Bytes on the device through which state passes."""
-        both = zip(self._plans, self.placements, strict=True)
-        return SLOTS * max((self._record_nbytes(*each) for each in both if each[1].streamed), default=0)
+        both = zip(self._held, self.placements, strict=True)
+        return SLOTS * max((held.away.record for held, placement in both if placement.streamed), default=0)
 
     def placement(self, index: int) -> StatePlacement:
         """The placement of unit `index`; to be called once for each, in order."""
@@ -93,9 +93,9 @@ class Offload:
             streams=self._streams,
             shard_offloaded=shard_offloaded,
             shard_copied=is_updated(plan) and keeps_copy(placement, self._separate),
-            state_store=self._state_store(plan, placement),
-            shard_store=self._shard_store(plan, placement),
-            host_gradients=self._accumulator(plan) if updated_on_host else None,
+            state_store=self._state_store(index),
+            shard_store=self._shard_store(index),
+            host_gradients=self._accumulator(index) if updated_on_host else None,
             streamed=placement.streamed,
             queued=placement.streamed and Where.FILE not in placement,
             events=self._events,
@@ -108,36 +108,28 @@ class Offload:
         if self._arena is not None:
             self._arena.close()
 
-    def _state_store(self, plan: UnitPlan, placement: Placement) -> Store:
+    def _state_store(self, index: int) -> Store:
+        plan, placement, held = self._plans[index], self.placements[index], self._held[index]
         if placement.optimizer is Where.DEVICE or not is_updated(plan):
             return Store()
-        nbytes = self._record_nbytes(plan, placement)
         if placement.optimizer is Where.HOST:
-            rests = Store(self._arena.take(nbytes))
+            rests = Store(self._arena.take(held.host.record))
         else:
-            rests = self.swap_files["optimizer"].store(plan.name, nbytes)
-        return StreamedStore(rests, plan.name, nbytes, self._slots) if placement.streamed else rests
+            rests = self.swap_files["optimizer"].store(plan.name, held.file.record)
+        return StreamedStore(rests, plan.name, held.away.record, self._slots) if placement.streamed else rests
 
-    def _shard_store(self, plan: UnitPlan, placement: Placement) -> Store:
-        if placement.params is Where.DEVICE:
+    def _shard_store(self, index: int) -> Store:
+        where, held = self.placements[index].params, self._held[index]
+        if where is Where.DEVICE:
             return Store()
-        nbytes = self._shard_nbytes(plan, plan.dtype)
-        if placement.params is Where.HOST:
-            return Store(self._arena.take(nbytes))
-        return self.swap_files["param"].store(plan.name, nbytes)
+        if where is Where.HOST:
+            return Store(self._arena.take(held.host.parameters))
+        return self.swap_files["param"].store(self._plans[index].name, held.file.parameters)
 
-    def _record_nbytes(self, plan: UnitPlan, placement: Placement) -> int:
-        copied = keeps_copy(placement, self._separate)
-        shard = self._shards[plan.name]
-        return sum(record_nbytes(plan, shard.rank, shard.size, self._numerics.formats, copied))
-
-    def _shard_nbytes(self, plan: UnitPlan, dtype: str) -> int:
-        return shard_nbytes(plan, self._shards[plan.name].size, dtype)
-
-    def _accumulator(self, plan: UnitPlan) -> HostGradAccumulator:
-        dtype, numel = DTYPES[self._gradients], plan.layout.numel // self._shards[plan.name].size
-        memory = self._arena.take(self._shard_nbytes(plan, self._gradients))[: numel * dtype.itemsize]
-        return HostGradAccumulator(memory.view(dtype), DTYPES[self._numerics.accumulate], self._staging)
+    def _accumulator(self, index: int) -> HostGradAccumulator:
+        here, away = (DTYPES[dtype] for dtype in self._dtypes)
+        memory = self._arena.take(self._held[index].host.gradients)[: self._numel[index] * away.itemsize]
+        return HostGradAccumulator(memory.view(away), here, self._staging)
 
     def _all(self, what: Callable[[World], None], world: World) -> None:
         """Have every rank do `what`; RuntimeError on all ranks where one cannot."""
@@ -157,13 +149,9 @@ class Offload:
         state, params = self._state, self._params
         pinned = (state if state.device != "none" else params).pin_memory
         self._arena = PinnedArena(self.host.memory, self._device, pinned)
-        both = list(zip(self._plans, self.placements, strict=True))
-        records = [
-            self._record_nbytes(plan, placement)
-            for plan, placement in both
-            if placement.optimizer is Where.FILE and is_updated(plan)
-        ]
-        shards = [self._shard_nbytes(plan, plan.dtype) for plan, place in both if place.params is Where.FILE]
+        units = list(zip(self._plans, self.placements, self._held, strict=True))
+        records = [held.file.record for plan, at, held in units if at.optimizer is Where.FILE and is_updated(plan)]
+        shards = [held.file.parameters for _, at, held in units if at.params is Where.FILE]
         if any(placement.streamed for placement in self.placements):
             self._slots = Slots(self.slots_nbytes // SLOTS, self._device, self._streams)
         self._open("optimizer", state, records, world.global_rank)

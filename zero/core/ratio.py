@@ -15,10 +15,9 @@ from zero.core.offload import has_own_memory
 from zero.core.world import Axis, World
 from zero.log import rank_zero
 from zero.memory.available import available_nbytes
-from zero.memory.host_bytes import MIB, SLOTS, record_nbytes, shard_nbytes
 from zero.memory.update_costs import RESERVE
-from zero.plan.formats import ITEMSIZE, Formats
-from zero.plan.placement import is_updated
+from zero.plan.memory import MIB, SLOTS, alive_nbytes, unit_bytes
+from zero.plan.placement import Placement, Where, is_updated
 from zero.plan.sharding import Sharding
 from zero.plan.units import Parts, UnitPlan, of_each
 
@@ -48,40 +47,41 @@ def choose_ratio(
         ratio, numel, nbytes = 1.0, 0, 0
     else:
         own, reserve = room_for_state(section, plans, world, shards, device, sharding, numerics)
-        gradients, parts = numerics.resting_dtype(world, shards), [shard.size for shard in shards]
+        at, dtypes = Placement(Where.DEVICE, Where.DEVICE), (numerics.accumulate, numerics.accumulate)
+        parts = [shard.size for shard in shards]
+        each = [
+            unit_bytes(plan, at, 0, cut, numerics.formats, dtypes).device
+            for plan, cut in zip(plans, parts, strict=True)
+        ]
+        sizes = [held.record + held.gradients for held in each]
         if place.zero.update != "host":  # gradients stay, too
-            both = list(zip(plans, parts, strict=True))
-            own -= SLOTS * max(sum(record_nbytes(plan, 0, cut, numerics.formats, True)) for plan, cut in both)
-            own -= sum(shard_nbytes(plan, cut, numerics.accumulate) for plan, cut in both if is_updated(plan))
-            gradients = ""
+            own -= SLOTS * max(held.parameters + held.record for held in each)
+            own -= sum(held.gradients for held in each)
+            sizes = [held.record for held in each]
         room = max(0.0, min(agree(own, world)))
         text = (
             f"each rank's device has {room / MIB:,.1f} MiB for state, beside parameters, gradients and a reserve of "
             f"{reserve / MIB:,.1f} MiB ({RESERVE:.0%}) for activations"
         )
-        ratio, numel, nbytes = fitting(plans, parts, numerics.formats, gradients, room)
+        ratio, numel, nbytes = fitting(plans, sizes, parts, room)
     chosen = f"ratio {ratio:.4g}, {numel:,} parameters ({nbytes / MIB:,.1f} MiB) stay"
     rank_zero(logging.INFO, "offload_optimizer.ratio 'auto': %s. Chosen: %s", text, chosen)
     return ratio
 
 
-def fitting(
-    units: Sequence[UnitPlan], parts: Parts, formats: Formats, gradients: str, room: float
-) -> tuple[float, int, int]:
-    """The smallest ratio with which masters, moments and gradients of the units that stay take at most `room` bytes.
+def fitting(units: Sequence[UnitPlan], sizes: Sequence[int], parts: Parts, room: float) -> tuple[float, int, int]:
+    """The smallest ratio with which the state of the units that stay takes at most `room` bytes.
 
-    And the elements and bytes of one rank that stay then. Of rank 0 of `parts`, for all ranks; `gradients`: the dtype
-    of reduced gradients, "" where all stay anyway.
+    And the elements and bytes of one rank that stay then. `sizes`: bytes of each unit's state, of rank 0 of `parts`,
+    for all ranks.
     """
-    trained = [(unit, cut) for unit, cut in zip(units, of_each(parts, units), strict=True) if is_updated(unit)]
-    total = sum(unit.layout.numel for unit, _ in trained)
+    trained = [each for each in zip(units, of_each(parts, units), sizes, strict=True) if is_updated(each[0])]
+    total = sum(unit.layout.numel for unit, *_ in trained)
     numel = own = nbytes = 0
-    for unit, cut in trained:
-        shard = unit.layout.numel // cut
-        more = sum(record_nbytes(unit, 0, cut, formats, False)) + ITEMSIZE.get(gradients, 0) * shard
+    for unit, cut, more in trained:
         if nbytes + more > room:
             break
-        numel, own, nbytes = numel + unit.layout.numel, own + shard, nbytes + more
+        numel, own, nbytes = numel + unit.layout.numel, own + unit.layout.numel // cut, nbytes + more
     if numel in (0, total):
         return 0.0 if numel else 1.0, own, nbytes
     # Half an element more, so that no rounding of the ratio leaves the last unit out.
@@ -97,10 +97,25 @@ def room_for_state(
     sharding: Sharding,
     numerics: MixedPrecisionPolicy,
 ) -> tuple[float, float]:
-    """Bytes of this rank's device for optimizer state and reduced gradients, and those reserved for activations."""
+    """Bytes of this rank's device for optimizer state and reduced gradients, and those reserved for activations.
+
+    The rest is for parameters and local gradients while a backward runs.
+    """
     free, total = device_memory(world, device)
-    needed = _needed(section, plans, [shard.size for shard in shards], sharding, numerics)
-    return free - RESERVE * total - needed, RESERVE * total
+    largest = [plan.name for plan in sorted(plans, key=lambda plan: plan.layout.numel)[-_GATHERED:]]
+    accumulates = not sharding.grads and numerics.accumulation > 1
+    away = Placement(Where.HOST, Where(section.offload_param.device))
+    held = alive_nbytes(
+        plans,
+        sharding,
+        [shard.size for shard in shards],
+        gathered=largest,
+        local_gradients=[plan.name for plan in plans if plan.requires_grad] if accumulates else largest,
+        accumulation=numerics.accumulation,
+        accumulate=numerics.accumulate,
+        placements=[away] * len(plans),
+    )
+    return free - RESERVE * total - held.parameters - held.gradients, RESERVE * total
 
 
 def device_memory(world: World, device: torch.device) -> tuple[int, int]:
@@ -110,24 +125,3 @@ def device_memory(world: World, device: torch.device) -> tuple[int, int]:
         return free, free
     free, total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
-
-
-def _needed(
-    section: ZeroOptimization,
-    plans: Sequence[UnitPlan],
-    parts: Sequence[int],
-    sharding: Sharding,
-    numerics: MixedPrecisionPolicy,
-) -> int:
-    """Bytes of parameters and local gradients on the device while a backward runs."""
-    largest = sorted(plans, key=lambda plan: plan.layout.numel)[-_GATHERED:]
-    fetched = sum(ITEMSIZE[plan.dtype] * plan.layout.numel for plan in largest)
-    parameters = fetched
-    if section.offload_param.device == "none":
-        cuts = parts if sharding.params else [1] * len(plans)
-        rest = sum(ITEMSIZE[plan.dtype] * (plan.layout.numel // cut) for plan, cut in zip(plans, cuts, strict=True))
-        parameters = rest + (fetched if max(cuts, default=1) > 1 else 0)
-    accumulates = not sharding.grads and numerics.accumulation > 1
-    local = [plan for plan in plans if plan.requires_grad] if accumulates else largest
-    dtypes = [numerics.gradient_dtypes(plan.dtype, sharding).local for plan in local]
-    return parameters + sum(dtype.itemsize * plan.layout.numel for plan, dtype in zip(local, dtypes, strict=True))

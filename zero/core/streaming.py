@@ -19,8 +19,8 @@ from zero.kernels.moments import Moment
 from zero.kernels.step import step
 from zero.log import rank_zero
 from zero.memory.available import host_threads
-from zero.memory.host_bytes import MIB
 from zero.memory.update_costs import UpdateCosts, UpdateRates, update_costs
+from zero.plan.memory import MIB
 from zero.plan.placement import Where, place
 from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan

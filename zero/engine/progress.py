@@ -26,7 +26,6 @@ from zero.engine.step_record import mean_loss
 from zero.kernels import cuda
 from zero.kernels.native import isa
 from zero.log import counted, logger, rank_zero
-from zero.memory.host_bytes import HostBytes
 from zero.monitor.module_calls import Stamp, ended, now, seconds
 from zero.monitor.monitor import Monitor
 from zero.monitor.step_report import StepReport, unit_norms
@@ -34,7 +33,7 @@ from zero.optim.muon_groups import rules_line
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.formats import ITEMSIZE
-from zero.plan.memory import StateBytes
+from zero.plan.memory import HostBytes, StateBytes
 from zero.watchdog.rank_status import Collective
 
 MIB = 2**20

@@ -19,8 +19,8 @@ import torch
 from zero.kernels.cuda import pin_host
 from zero.log import counted, log_once
 from zero.memory.available import available_nbytes, cores
-from zero.memory.host_bytes import MIB, PAGE
 from zero.plan.layout import round_up
+from zero.plan.memory import MIB, PAGE
 
 _TOUCHED = 16384  # pages per task of one thread
 # madvise(2): MADV_HUGEPAGE and MADV_WIPEONFORK by number, since Python's mmap does not know the second.

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from zero.memory.host_bytes import LINE
 from zero.plan.layout import round_up
+from zero.plan.memory import LINE
 
 
 class Store:

@@ -11,9 +11,9 @@ import threading
 
 import torch
 
-from zero.memory.host_bytes import SLOTS
 from zero.memory.store import PassingStore, Store
 from zero.memory.streams import Streams, record_event, wait_event
+from zero.plan.memory import SLOTS
 
 
 class Slot:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zero.memory.host_bytes import SLOTS, record_nbytes, shard_nbytes
 from zero.plan.formats import Formats
-from zero.plan.placement import Placement, Where, is_updated, keeps_copy
+from zero.plan.memory import SLOTS, unit_bytes
+from zero.plan.placement import Placement, Where
 from zero.plan.units import Parts, UnitPlan, of_each
 
 RESERVE = 0.4  # of the device's memory: for activations, unknown before the first step
@@ -53,16 +53,15 @@ def update_costs(
     """
     through = kept = largest = there = here = stays = 0
     for unit, at, cut in zip(units, placements, of_each(parts, units), strict=True):
-        with_copies = (keeps_copy(at._replace(streamed=streamed), True) for streamed in (True, False))
-        record, on_host = (sum(record_nbytes(unit, 0, cut, formats, copied)) for copied in with_copies)
-        sums = [shard_nbytes(unit, cut, dtype) for dtype in gradients]
-        if not is_updated(unit):
-            continue
+        streamed, on_host = (
+            unit_bytes(unit, at._replace(streamed=streams), 0, cut, formats, gradients) for streams in (True, False)
+        )
         if at.optimizer is Where.DEVICE:
-            stays += record + sums[0]
+            stays += on_host.device.record + on_host.device.gradients
             continue
-        through, kept, largest = through + record, kept + on_host, max(largest, record)
-        there, here = there + sums[0], here + sums[1]
+        record = streamed.away.record
+        through, kept, largest = through + record, kept + on_host.away.record, max(largest, record)
+        there, here = there + streamed.device.gradients, here + on_host.host.gradients
     on_device = through / rates.link + (there + 2 * through) / rates.device
     on_host = max((here + 2 * kept) / rates.host, here / rates.link)
     return UpdateCosts(on_device, on_host, through, stays + there + SLOTS * largest)

@@ -25,12 +25,12 @@ from zero.core.unit import Unit
 from zero.kernels.marks import mark
 from zero.log import logger
 from zero.memory.available import host_threads
-from zero.memory.host_bytes import SLOTS
 from zero.memory.pending_update import PendingUpdate, Waits
 from zero.memory.streams import record_event
 from zero.optim.norm import share_of
 from zero.optim.shard_optimizer import Group, ShardOptimizer, Update
 from zero.optim.unit_norms import UnitNorms
+from zero.plan.memory import SLOTS
 from zero.plan.order import in_use_order
 
 

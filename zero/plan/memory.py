@@ -1,21 +1,27 @@
-"""Bytes of model state per rank: their kinds, the ZeRO paper's formula, and an engine's actual bytes."""
+"""Bytes of model state per rank: of one unit by kind and place, and of an engine on the device and off it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from operator import add
 from typing import NamedTuple
 
 from zero.plan.formats import ITEMSIZE, Formats, runs, wire_nbytes
+from zero.plan.layout import round_up
 from zero.plan.order import Limits, around, stay_whole
 from zero.plan.placement import Placement, Where, is_updated, keeps_copy
 from zero.plan.sharding import Sharding
-from zero.plan.units import UnitPlan
+from zero.plan.units import Parts, UnitPlan, of_each
 
-ADAM = Formats()  # of the ZeRO paper: fp32 masters and two fp32 moments
-_HERE = Placement(Where.DEVICE, Where.DEVICE)
+LINE = 64  # bytes: arrays start on cache lines, so that vector loads are aligned and threads share none
+PAGE = 4096  # bytes: reads and writes past the page cache start and end on a page
+SLOTS = 2  # on the device, each for the largest record: streamed state of at most two units is there at once
+MIB = 2**20
 # Bytes of a unit's gradients that may wait to be moved to its flat buffer by one launch. A larger gradient is moved at
 # once: that takes as long as a launch, and waiting gradients take memory beside the buffer.
 TOGETHER = 1 << 20
+_ADAM = Formats()  # of the ZeRO paper: fp32 masters and two fp32 moments
+_HERE = Placement(Where.DEVICE, Where.DEVICE)
 
 
 class StateBytes(NamedTuple):
@@ -31,39 +37,92 @@ class StateBytes(NamedTuple):
         return sum(self)
 
 
-def replica_nbytes(numel: int, dtype: str, formats: Formats = ADAM, compact: int | None = None) -> StateBytes:
-    """The bytes of one unsharded replica of `numel` parameters: under Adam 2+2+12 each in 16 bit, 4+4+8 in fp32.
+class KindBytes(NamedTuple):
+    """Bytes of model state by kind. The copy of a shard beside its master counts as a master."""
 
-    In fp32 the parameter is its own master; in 16 bit the fp32 master is a third optimizer state (Rajbhandari et al.
-    2020, section 3.1: K = 12). `formats` may reduce it: with remainders K = 10, with moments in bf16 as well 6, in 8
-    bit 4 + 2/64. `compact`: how many of the parameters are large enough for moments in such a format; default: all.
+    parameters: int = 0
+    gradients: int = 0
+    masters: int = 0
+    moments: int = 0
+
+    @property
+    def record(self) -> int:
+        """What the optimizer updates together; off the device one request moves all of it."""
+        return self.masters + self.moments
+
+    @property
+    def state(self) -> StateBytes:
+        """In the three kinds of the paper."""
+        return StateBytes(self.parameters, self.gradients, self.record)
+
+
+class UnitBytes(NamedTuple):
+    """Bytes of one rank's part of one unit by place, between the uses of the unit; each kind is in one place only."""
+
+    device: KindBytes
+    host: KindBytes
+    file: KindBytes
+
+    @property
+    def away(self) -> KindBytes:
+        """Off the device."""
+        return KindBytes(*map(add, self.host, self.file))
+
+    @property
+    def all(self) -> KindBytes:
+        """Wherever they are."""
+        return KindBytes(*map(add, self.device, self.away))
+
+
+def unit_bytes(
+    unit: UnitPlan,
+    at: Placement,
+    rank: int,
+    parts: int,
+    formats: Formats,
+    gradients: tuple[str, str] = ("fp32", "fp32"),
+    mirrored: bool = True,
+) -> UnitBytes:
+    """Bytes of shard `rank` of `parts`: of the parameters, the reduced gradient, masters and moments.
+
+    gradients: the dtypes of the reduced gradient on the device, and off it; mirrored: the device is not the host, so
+    that what both use is there twice. A unit that no optimizer updates has parameters only.
+
+    Off the device the parameters, the gradient and the record take whole pages each. The arrays of a record, masters
+    before moments, begin on cache lines, and its padding counts with the last of the two.
     """
-    size = ITEMSIZE[dtype]
-    compact = numel if compact is None else compact
-    moments = formats.moments_nbytes(compact) + formats.moments_nbytes(numel - compact, "fp32")
-    return StateBytes(size * numel, size * numel, moments + formats.master_nbytes(numel, dtype))
+    window = unit.layout.shard(rank, parts)
+    held = {where: KindBytes() for where in Where}
+    held[at.params] = KindBytes(*_piece_nbytes(at.params, [(unit.dtype, window.numel)]))
+    if is_updated(unit):
+        where, dtype = (Where.DEVICE, gradients[0]) if at.used_on_device else (Where.HOST, gradients[1])
+        (gradient,) = _piece_nbytes(where, [(dtype, window.numel)])
+        held[where] = held[where]._replace(gradients=gradient)
+        # In fp32 a copy is the master itself. Without one, fp32 parameters are masters where they are.
+        dtypes = unit.dtype if keeps_copy(at, mirrored) else None, formats.master_dtype(unit.dtype)
+        first = [(each, window.numel) for each in dtypes if each is not None]
+        stretches = runs(unit, window, formats.moments)
+        moment = [array for run in stretches for array in formats.moment_arrays(run.numel, run.format)]
+        masters, moments = _piece_nbytes(at.optimizer, first, formats.of_unit(unit).states * moment)
+        held[at.optimizer] = held[at.optimizer]._replace(masters=masters, moments=moments)
+    return UnitBytes(*held.values())
 
 
-def formula_nbytes(
-    numel: int, dtype: str, stage: int, world_size: int, formats: Formats = ADAM, compact: int | None = None
-) -> StateBytes:
-    """ZeRO's formula 2Psi + 2Psi + K Psi (fp32: 4 + 4 + 8): each term divided by `world_size` if the stage cuts it."""
-    whole = replica_nbytes(numel, dtype, formats, compact)
-    cut = Sharding.of_stage(stage)
-    return StateBytes(
-        whole.parameters // world_size if cut.params else whole.parameters,
-        whole.gradients // world_size if cut.grads else whole.gradients,
-        whole.optimizer // world_size if cut.optim else whole.optimizer,
-    )
+def _piece_nbytes(where: Where, *kinds: Sequence[tuple[str, int]]) -> list[int]:
+    """Bytes of arrays that lie in one piece, given for each kind as dtype and elements."""
+    line, page = (1, 1) if where is Where.DEVICE else (LINE, PAGE)
+    sizes = [sum(round_up(ITEMSIZE[dtype] * numel, line) for dtype, numel in arrays) for arrays in kinds]
+    sizes[-1 if sizes[-1] else 0] += -sum(sizes) % page
+    return sizes
 
 
 def alive_nbytes(
     units: Sequence[UnitPlan],
     sharding: Sharding,
-    parts: int,
+    parts: Parts,
     *,
-    rank: int = 0,
-    formats: Formats = ADAM,
+    rank: Parts = 0,
+    formats: Formats = _ADAM,
     gathered: Collection[str] = (),
     local_gradients: Collection[str] = (),
     reduced_gradients: Collection[str] = (),
@@ -74,44 +133,92 @@ def alive_nbytes(
     mirrored: bool = True,
     secondary: int = 1,
     coded: tuple[bool, bool] = (False, False),
-) -> StateBytes:
-    """Bytes that an engine keeps on one rank at a moment described by names of units.
+) -> KindBytes:
+    """Bytes that an engine keeps on one rank's device at a moment described by names of units.
 
-    `parts` is the size of the shard axis, `rank` the place on it; shards differ if only the moments of large
-    parameters are in fewer bits. `gathered`: units whose parameters are full although they are cut between uses;
-    `local_gradients`: units with a full gradient buffer of this rank; `reduced_gradients`: units whose reduced
-    shard exists; `accumulate`: the dtype in which gradients add up; `limits` say which units always stay whole.
+    `parts` is the size of the shard axis, `rank` the place on it, of all units or of each; shards differ if only the
+    moments of large parameters are in fewer bits. `gathered`: units whose parameters are full although they are cut
+    between uses; `local_gradients`: units with a full gradient buffer of this rank; `reduced_gradients`: units whose
+    reduced shard exists; `accumulate`: the dtype in which gradients add up; `limits` say which units always stay whole.
     `placements`: where the state of each unit rests; state off the device is not counted (`host_bytes` counts it).
     `mirrored`: the device is not the host; `secondary`: with hpZ, the ranks that hold a second copy of the parameters;
     `coded`: whether parameters, and gradients, are sent in 8 bits, which the owner keeps, and each rank for its error.
     """
     whole = stay_whole([sum(spec.numel for spec in unit.params) for unit in units], limits or Limits())
     kept = {units[index].name for index in whole}
-    gathered = {*gathered, *kept}
-    parameters = gradients = optimizer = 0
-    for unit, place in zip(units, placements or [_HERE] * len(units), strict=True):
-        size, full = ITEMSIZE[unit.dtype], unit.layout.numel
-        shard = full // parts
-        away = place.params is not Where.DEVICE
-        cut = sharding.params and (parts > 1 or away)
-        parameters += (0 if away else size * shard) if cut else size * full
+    found = []
+    places = placements or [_HERE] * len(units)
+    for unit, at, own, over in zip(units, places, of_each(rank, units), of_each(parts, units), strict=True):
+        held = unit_bytes(unit, at, own, over, formats, (accumulate, accumulate), mirrored).device
+        full = unit.layout.numel
+        nbytes = ITEMSIZE[unit.dtype] * full
+        cut = sharding.params and (over > 1 or at.params is not Where.DEVICE)
+        travels = cut and over > 1 and coded[0] and is_updated(unit) and unit.name not in kept
+        parameters = held.parameters if cut else nbytes
         parameters += sum(spec.beside for spec in unit.params)
-        parameters += size * full if cut and unit.name in gathered else 0
-        travels = cut and parts > 1 and coded[0] and is_updated(unit) and unit.name not in kept
-        parameters += wire_nbytes(full) // parts if travels else 0
-        parameters += (wire_nbytes(full) if travels else size * full) // secondary if cut and secondary > 1 else 0
-        gradients += wire_nbytes(full) if coded[1] and parts > 1 and is_updated(unit) else 0
+        parameters += nbytes if cut and (unit.name in gathered or unit.name in kept) else 0
+        parameters += wire_nbytes(full) // over if travels else 0
+        parameters += (wire_nbytes(full) if travels else nbytes) // secondary if cut and secondary > 1 else 0
+        gradients = wire_nbytes(full) if coded[1] and over > 1 and is_updated(unit) else 0
         if unit.name in local_gradients:
             local = unit.dtype if sharding.grads or accumulation == 1 else accumulate
             gradients += ITEMSIZE[local] * full
-        if unit.name in reduced_gradients and place.used_on_device:
-            gradients += ITEMSIZE[accumulate] * shard
-        if is_updated(unit) and place.optimizer is Where.DEVICE:
-            optimizer += size * shard if keeps_copy(place, mirrored) else 0
-            optimizer += formats.master_nbytes(shard, unit.dtype)
-            own = runs(unit, unit.layout.shard(rank, parts), formats.moments)
-            optimizer += sum(formats.of_unit(unit).moments_nbytes(run.numel, run.format) for run in own)
-    return StateBytes(parameters, gradients, optimizer)
+        if unit.name in reduced_gradients:
+            gradients += held.gradients
+        found.append(KindBytes(parameters, gradients, held.masters, held.moments))
+    return total_of(found)
+
+
+def total_of(kinds: Iterable[KindBytes]) -> KindBytes:
+    """All of them together, by kind."""
+    return KindBytes(*map(sum, zip(KindBytes(), *kinds, strict=True)))
+
+
+class HostBytes(NamedTuple):
+    """Bytes of one rank off the device, by purpose.
+
+    masters, moments: records that stay in memory, padding included; copies of shards are among the masters;
+    parameters:       shards of parameters that stay in memory;
+    gradients:        shards of gradients of all units that the host updates;
+    buffers:          buffers for records and shards between drive and memory;
+    files:            on drives, not in memory.
+    """
+
+    masters: int
+    moments: int
+    parameters: int
+    gradients: int
+    buffers: int
+    files: int
+
+    @property
+    def memory(self) -> int:
+        """All host memory: everything but the files."""
+        return sum(self) - self.files
+
+
+def host_bytes(held: Sequence[UnitBytes], buffer_count: int, param_buffer_count: int) -> HostBytes:
+    """What these units keep off the device.
+
+    `buffer_count`: buffers, each as large as the largest record in a file; `param_buffer_count`: the same for shards of
+    parameters.
+    """
+    host = total_of(each.host for each in held)
+    slot = max((each.file.record for each in held), default=0)
+    param_slot = max((each.file.parameters for each in held), default=0)
+    buffers = buffer_count * slot + param_buffer_count * param_slot
+    files = sum(sum(each.file) for each in held)
+    return HostBytes(host.masters, host.moments, host.parameters, host.gradients, buffers, files)
+
+
+def host_table(held: HostBytes) -> str:
+    """The bytes as a table in MiB: one line for each kind above 0, and the total memory."""
+    rows = [(name, nbytes) for name, nbytes in held._asdict().items() if nbytes and name != "files"]
+    rows.append(("host memory in all", held.memory))
+    if held.files:
+        rows.append(("files", held.files))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}} {nbytes / MIB:12,.1f} MiB" for name, nbytes in rows)
 
 
 class InFlight(NamedTuple):

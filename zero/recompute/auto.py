@@ -20,7 +20,7 @@ from zero.core.tensors import tensors_in
 from zero.core.torch_private import storage_id
 from zero.core.world import Axis
 from zero.log import rank_zero
-from zero.memory.host_bytes import MIB
+from zero.plan.memory import MIB
 from zero.recompute.policy import Choice, Cost, Policy, choose
 from zero.recompute.saved_inputs import InputStore, made_by_graph
 from zero.recompute.selective import Kind, keeps, kind_of

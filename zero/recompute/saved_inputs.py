@@ -20,10 +20,10 @@ from zero.config.sections import ActivationCheckpointing
 from zero.core import comm
 from zero.core.world import Axis
 from zero.log import log_once, rank_zero
-from zero.memory.host_bytes import PAGE
 from zero.memory.pinned_arena import PinnedArena
 from zero.memory.streams import SideStream, wait_event
 from zero.plan.layout import round_up
+from zero.plan.memory import PAGE
 
 ALIGNMENT = 64  # bytes at which a tensor begins inside a buffer
 

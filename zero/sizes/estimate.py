@@ -11,11 +11,19 @@ from zero.config import Config, load
 from zero.config.optimizers import ARGUMENTS, MuonParams, torch_reason
 from zero.config.sections import Optimizer
 from zero.kernels.formulas import formats_of
-from zero.memory.host_bytes import SLOTS, HostBytes, host_bytes, record_nbytes
 from zero.plan.formats import Formats, wire_alignment
 from zero.plan.layout import ALIGNMENT
-from zero.plan.memory import InFlight, StateBytes, alive_nbytes, in_flight_nbytes
-from zero.plan.placement import is_updated, keeps_copy
+from zero.plan.memory import (
+    SLOTS,
+    HostBytes,
+    InFlight,
+    KindBytes,
+    alive_nbytes,
+    host_bytes,
+    in_flight_nbytes,
+    unit_bytes,
+)
+from zero.plan.placement import is_updated
 from zero.plan.units import UnitPlan, plan_units
 from zero.sizes.choice import CHOICES, Scheme, StageChoice, own_choice, scheme_of
 from zero.sizes.cost import LOSS
@@ -229,24 +237,21 @@ def state_row(
     section = settings.zero_optimization
     trained = [unit.name for unit in units if is_updated(unit)]
 
-    def alive(formats: Formats) -> StateBytes:
-        return alive_nbytes(
-            units,
-            scheme.sharding,
-            scheme.parts,
-            formats=formats,
-            local_gradients=trained if scheme.collected else (),
-            reduced_gradients=() if scheme.collected else trained,
-            accumulation=scheme.accumulation,
-            accumulate=scheme.accumulate,
-            limits=scheme.limits,
-            placements=scheme.placements,
-            mirrored=scheme.mirrored,
-            secondary=scheme.secondary,
-            coded=scheme.coded,
-        )
-
-    held, masters = alive(formats), alive(formats._replace(states=0, by_group=())).optimizer
+    held = alive_nbytes(
+        units,
+        scheme.sharding,
+        scheme.parts,
+        formats=formats,
+        local_gradients=trained if scheme.collected else (),
+        reduced_gradients=() if scheme.collected else trained,
+        accumulation=scheme.accumulation,
+        accumulate=scheme.accumulate,
+        limits=scheme.limits,
+        placements=scheme.placements,
+        mirrored=scheme.mirrored,
+        secondary=scheme.secondary,
+        coded=scheme.coded,
+    )
     on_their_way = in_flight_nbytes(
         units,
         scheme.parts,
@@ -257,15 +262,21 @@ def state_row(
         native=scheme.native,
         mirrored=scheme.mirrored,
     )
-    buffers = section.offload_optimizer.buffer_count, section.offload_param.buffer_count
-    host = host_bytes(units, scheme.placements, 0, scheme.parts, formats, scheme.resting, scheme.mirrored, *buffers)
-    gathered = max((use.whole for use in scheme.uses), default=0)
-    pairs = zip(units, scheme.placements, strict=True)
-    slots = [record_nbytes(unit, 0, scheme.parts, formats, keeps_copy(at, True)) for unit, at in pairs if at.streamed]
-    through = [SLOTS * nbytes for nbytes in max(slots, key=sum, default=(0, 0))]
-    states = masters + through[0], held.optimizer - masters + through[1]
-    kinds = held.parameters, held.gradients, *states, gathered
-    device = DeviceBytes(*kinds, max((each.most for each in on_their_way), default=0))
+    each = [
+        unit_bytes(unit, at, 0, scheme.parts, formats, (scheme.accumulate, scheme.resting), scheme.mirrored)
+        for unit, at in zip(units, scheme.placements, strict=True)
+    ]
+    host = host_bytes(each, section.offload_optimizer.buffer_count, section.offload_param.buffer_count)
+    streamed = [unit.away for unit, at in zip(each, scheme.placements, strict=True) if at.streamed]
+    slot = max(streamed, key=lambda away: away.record, default=KindBytes())
+    device = DeviceBytes(
+        held.parameters,
+        held.gradients,
+        held.masters + SLOTS * slot.masters,
+        held.moments + SLOTS * slot.moments,
+        gathered=max((use.whole for use in scheme.uses), default=0),
+        reduction=max((moving.most for moving in on_their_way), default=0),
+    )
     return PlanRow(choice, device, host, *_moments(units, scheme, device, on_their_way))
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from zero.memory.host_bytes import record_nbytes, shard_nbytes
 from zero.plan.formats import ITEMSIZE, Formats, wire_nbytes
-from zero.plan.placement import Where, is_updated, keeps_copy
+from zero.plan.memory import unit_bytes
+from zero.plan.placement import is_updated, keeps_copy
 from zero.plan.units import UnitPlan
 from zero.sizes.choice import Scheme
 from zero.sizes.rates import Rates
@@ -169,37 +169,39 @@ class Moves:
         and moments.
         """
         scheme, rates, placement = self.scheme, self.rates, self.scheme.placements[index]
+        dtypes = scheme.accumulate, scheme.resting
+        held = unit_bytes(unit, placement, 0, scheme.parts, self.formats, dtypes, scheme.mirrored)
+        every, moved = held.all, held.away
         link = rates.host_link if scheme.mirrored else 0.0
         copied = 1 if scheme.mirrored else 0  # where the host is the device there is nothing to copy
         updated, away = is_updated(unit), not placement.used_on_device
-        shown = shard_nbytes(unit, scheme.parts, unit.dtype)
-        gradient = shard_nbytes(unit, scheme.parts, scheme.resting if away else scheme.accumulate)
-        record, kept = (
-            sum(record_nbytes(unit, 0, scheme.parts, self.formats, with_copy))
-            for with_copy in (True, keeps_copy(placement, scheme.mirrored))
-        )
-        filed = kept if placement.optimizer is Where.FILE else 0
-        through = kept if placement.streamed else 0
-        rests, coded = placement.params is Where.DEVICE, scheme.coded[0] and updated  # then 8 bits rest on the device
-        drive = shown if placement.params is Where.FILE else 0
-        read = 0 if coded else drive
-        down = copied * (gradient if away else shown if not rests else 0) * updated
-        up = copied * shown * (updated and away and rests)
+        read_and_written = every.record
+        if not keeps_copy(placement, scheme.mirrored):  # else the copy is in the record
+            read_and_written += every.parameters
+        through = moved.record if placement.streamed else 0
+        coded = scheme.coded[0] and updated  # then 8 bits rest on the device
+        read = 0 if coded else held.file.parameters
+        down = copied * (moved.gradients if away else moved.parameters) * updated
+        up = copied * held.device.parameters * (updated and away)
         up += copied * wire_nbytes(unit.layout.numel) // scheme.parts * (coded and away)
-        fetched = copied * shown * (not rests and not coded)
-        update = over((gradient + 2 * record) * updated, rates.host_bandwidth if away else rates.device_bandwidth)
+        fetched = copied * moved.parameters * (not coded)
+        update = over(
+            (every.gradients + 2 * read_and_written) * updated,
+            rates.host_bandwidth if away else rates.device_bandwidth,
+        )
         taken = ITEMSIZE[unit.dtype] + ITEMSIZE[scheme.accumulate if scheme.collected else unit.dtype]
         times = UnitTimes(
             backward=over(taken * unit.layout.numel * updated, rates.device_bandwidth),
             fetch=over(fetched, link) + over(read, rates.drive_read),
             down=over(down, link),
             stay=0.0 if away or through else update,
-            read=over(filed, rates.drive_read),
+            read=over(held.file.record, rates.drive_read),
             update=update if away else 0.0,
-            write=over(filed + drive * updated, rates.drive_write),
+            write=over(held.file.record + held.file.parameters * updated, rates.drive_write),
             up=over(up, link),
             bring=over(through, link) + (update if through else 0.0),
             back=over(through, link),
         )
         each = Links(host_link=2 * fetched, drive=2 * read)
-        return down, each, Links(host_link=up + 2 * through, drive=2 * filed + drive * updated), times
+        stored = 2 * held.file.record + held.file.parameters * updated
+        return down, each, Links(host_link=up + 2 * through, drive=stored), times

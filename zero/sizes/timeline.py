@@ -16,7 +16,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from zero.memory.host_bytes import SLOTS
+from zero.plan.memory import SLOTS
 
 _STEPS = 10  # that are simulated, the first half of them so that what follows is like any later step
 
