@@ -200,13 +200,9 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    if args.params is None and args.model is None:
-        from zero.tools.plan import groups
+    from zero.tools.plan import plan_command
 
-        return groups.run(args)
-    from zero.tools.plan import model_plan
-
-    return model_plan.plan(args)
+    return plan_command.run(args)
 
 
 def _checkpoint(args: argparse.Namespace) -> int:

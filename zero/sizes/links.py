@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from zero.plan.formats import ITEMSIZE, Formats, wire_nbytes
-from zero.plan.memory import unit_bytes
+from zero.plan.memory import UnitBytes, unit_bytes
 from zero.plan.placement import is_updated, keeps_copy
 from zero.plan.units import UnitPlan
 from zero.sizes.choice import Scheme
@@ -82,24 +82,18 @@ def groups_of(scheme: Scheme, per_host: int) -> Groups:
     return Groups(along(scheme.parts, 1), along(scheme.replicas, scheme.parts), along(second, 1), across)
 
 
-def seconds(links: Links, rates: Rates) -> float:
-    """Of one message between ranks, its parts on both links at once."""
+def seconds(links: Links, rates: Rates, written: bool = False) -> float:
+    """Of one message between ranks, its parts on both links at once; or of copies, one after the other."""
+    copies = over(links.host_link, rates.host_link)
+    copies += over(links.drive, rates.drive_write if written else rates.drive_read)
     if not links.sent:
-        return 0.0
+        return copies
     return rates.latency + max(over(links.intra_host, rates.intra_host), over(links.inter_host, rates.inter_host))
 
 
 def over(nbytes: float, rate: float) -> float:
     """Seconds; nothing takes no time at any rate, and a rate that is not known is not waited for."""
     return nbytes / rate if nbytes and rate else 0.0
-
-
-class UnitTraffic(NamedTuple):
-    """Of one unit: bytes by link in each micro-batch, and in addition once in a step; and seconds."""
-
-    each: Links
-    once: Links
-    times: UnitTimes
 
 
 @dataclass(frozen=True)
@@ -113,41 +107,45 @@ class Moves:
     per_host: int
 
     @cached_property
-    def by_unit(self) -> list[tuple[str, UnitTraffic]]:
-        """Of each unit, by the path of its module, in the order of the forward; nothing is computed yet."""
+    def by_unit(self) -> list[tuple[str, UnitTimes]]:
+        """What each unit takes, by the path of its module, in the order of the forward; nothing is computed yet."""
+        return [(self.units[index].anchor, self._times(index, messages)) for index, messages in self._messages.items()]
+
+    def links(self, accumulation: int) -> Links:
+        """Bytes of a step of so many micro-batches."""
+        often = {"gather", "regather", *(("reduce", "down") if self.scheme.sharding.grads else ())}
+        counts = dict.fromkeys(often, accumulation) | {"fetch": 2 * accumulation}
+        each = (kinds for messages in self._messages.values() for kinds in messages.items())
+        return sum_of(*(link.times(counts.get(kind, 1)) for kind, links in each for link in links))
+
+    @cached_property
+    def _messages(self) -> dict[int, dict[str, list[Links]]]:
+        """By unit, in the order of the forward: the messages and copies of each kind, as named in `UnitTimes`."""
         groups, uses, count = groups_of(self.scheme, self.per_host), self.scheme.uses, len(self.units)
         again = {use.unit: use.gathered for use in uses[count:]}
-        return [
-            (self.units[use.unit].anchor, self._unit(use.unit, groups, use.gathered, again[use.unit]))
+        return {
+            use.unit: self._between_ranks(self.units[use.unit], groups, use.gathered, again[use.unit])
+            | self._off_device(use.unit)
             for use in uses[:count]
-        ]
+        }
 
-    def _unit(self, index: int, groups: Groups, gathered: bool, again: bool) -> UnitTraffic:
-        unit, scheme, rates = self.units[index], self.scheme, self.rates
-        whole, updated = ITEMSIZE[unit.dtype] * unit.layout.numel, is_updated(unit)
+    def _between_ranks(self, unit: UnitPlan, groups: Groups, gathered: bool, again: bool) -> dict[str, list[Links]]:
+        scheme, updated = self.scheme, is_updated(unit)
+        whole = ITEMSIZE[unit.dtype] * unit.layout.numel
         if scheme.coded[0] and updated and gathered:
             whole = wire_nbytes(unit.layout.numel)
         inside = groups.inside if scheme.secondary > 1 else groups.shard
-        gather = inside.links(whole) if gathered else Links()
-        regather = inside.links(whole) if again else Links()
-        reduce = self._reduction(unit, groups) if updated else []
-        publish = Links()
+        publish = []
         if updated and scheme.cut and scheme.secondary > 1:
-            publish = groups.across.links(whole / scheme.secondary)
+            publish = [groups.across.links(whole / scheme.secondary)]
         elif updated and not gathered:
-            publish = groups.shard.links(whole)
-        down, each, once, times = self._off_device(unit, index)
-        each, once = sum_of(each, gather, regather), sum_of(once, publish)
-        reduced = sum_of(Links(host_link=down), *reduce)
-        times = times._replace(
-            gather=seconds(gather, rates),
-            regather=seconds(regather, rates),
-            reduce=sum(seconds(part, rates) for part in reduce),
-            publish=seconds(publish, rates),
-        )
-        if scheme.sharding.grads:
-            return UnitTraffic(sum_of(each, reduced), once, times)
-        return UnitTraffic(each, sum_of(once, reduced), times)
+            publish = [groups.shard.links(whole)]
+        return {
+            "gather": [inside.links(whole)] if gathered else [],
+            "regather": [inside.links(whole)] if again else [],
+            "reduce": self._reduction(unit, groups) if updated else [],
+            "publish": publish,
+        }
 
     def _reduction(self, unit: UnitPlan, groups: Groups) -> list[Links]:
         """The messages of zero/core/reduction.py: along shard, along replica, or the first and then the second."""
@@ -161,47 +159,45 @@ class Moves:
         sums = groups.replica.links(_FP32 * unit.layout.numel // scheme.parts)
         return [sent, sums] if scheme.parts == 1 else [sent, sums, sums]
 
-    def _off_device(self, unit: UnitPlan, index: int) -> tuple[float, Links, Links, UnitTimes]:
-        """Copies between device, host and drive: bytes of the gradient, others in each micro-batch, and once in a step.
+    def _held(self, index: int) -> UnitBytes:
+        scheme, dtypes = self.scheme, (self.scheme.accumulate, self.scheme.resting)
+        at = scheme.placements[index]
+        return unit_bytes(self.units[index], at, 0, scheme.parts, self.formats, dtypes, scheme.mirrored)
 
-        And the seconds of these, of copying each gradient into its unit's, or adding it to that of earlier
-        micro-batches, and of the optimizer's step, which reads the gradient, and reads and writes parameter, master
-        and moments.
-        """
-        scheme, rates, placement = self.scheme, self.rates, self.scheme.placements[index]
-        dtypes = scheme.accumulate, scheme.resting
-        held = unit_bytes(unit, placement, 0, scheme.parts, self.formats, dtypes, scheme.mirrored)
-        every, moved = held.all, held.away
-        link = rates.host_link if scheme.mirrored else 0.0
-        copied = 1 if scheme.mirrored else 0  # where the host is the device there is nothing to copy
-        updated, away = is_updated(unit), not placement.used_on_device
-        read_and_written = every.record
-        if not keeps_copy(placement, scheme.mirrored):  # else the copy is in the record
-            read_and_written += every.parameters
-        through = moved.record if placement.streamed else 0
+    def _off_device(self, index: int) -> dict[str, list[Links]]:
+        """Copies between device, host and drive. Where the host is the device there is nothing to copy."""
+        scheme, unit, held = self.scheme, self.units[index], self._held(index)
+        copied, moved = scheme.mirrored, held.away
+        updated, away = is_updated(unit), not scheme.placements[index].used_on_device
+        through = moved.record if scheme.placements[index].streamed else 0
         coded = scheme.coded[0] and updated  # then 8 bits rest on the device
-        read = 0 if coded else held.file.parameters
-        down = copied * (moved.gradients if away else moved.parameters) * updated
-        up = copied * held.device.parameters * (updated and away)
-        up += copied * wire_nbytes(unit.layout.numel) // scheme.parts * (coded and away)
-        fetched = copied * moved.parameters * (not coded)
-        update = over(
-            (every.gradients + 2 * read_and_written) * updated,
-            rates.host_bandwidth if away else rates.device_bandwidth,
-        )
+        up = held.device.parameters * (updated and away)
+        up += wire_nbytes(unit.layout.numel) // scheme.parts * (coded and away)
+        return {
+            "fetch": [Links(host_link=copied * moved.parameters, drive=held.file.parameters)] if not coded else [],
+            "down": [Links(host_link=copied * (moved.gradients if away else moved.parameters) * updated)],
+            "up": [Links(host_link=copied * up)],
+            "bring": [Links(host_link=through)],
+            "back": [Links(host_link=through)],
+            "read": [Links(drive=held.file.record)],
+            "write": [Links(drive=held.file.record + held.file.parameters * updated)],
+        }
+
+    def _times(self, index: int, messages: Mapping[str, Sequence[Links]]) -> UnitTimes:
+        """Also of copying each gradient into its unit's, or adding it to that of earlier micro-batches; and of the
+        optimizer's step, which reads the gradient, and reads and writes parameter, master and moments."""
+        scheme, rates, unit, held = self.scheme, self.rates, self.units[index], self._held(index).all
+        placement, updated = scheme.placements[index], is_updated(unit)
+        away = not placement.used_on_device
+        record = held.record + (0 if keeps_copy(placement, scheme.mirrored) else held.parameters)
+        bandwidth = rates.host_bandwidth if away else rates.device_bandwidth
+        update = over((held.gradients + 2 * record) * updated, bandwidth)
         taken = ITEMSIZE[unit.dtype] + ITEMSIZE[scheme.accumulate if scheme.collected else unit.dtype]
-        times = UnitTimes(
+        found = {kind: sum(seconds(link, rates, kind == "write") for link in each) for kind, each in messages.items()}
+        found["bring"] += update if placement.streamed else 0.0
+        return UnitTimes(
+            **found,
             backward=over(taken * unit.layout.numel * updated, rates.device_bandwidth),
-            fetch=over(fetched, link) + over(read, rates.drive_read),
-            down=over(down, link),
-            stay=0.0 if away or through else update,
-            read=over(held.file.record, rates.drive_read),
+            stay=0.0 if away or placement.streamed else update,
             update=update if away else 0.0,
-            write=over(held.file.record + held.file.parameters * updated, rates.drive_write),
-            up=over(up, link),
-            bring=over(through, link) + (update if through else 0.0),
-            back=over(through, link),
         )
-        each = Links(host_link=2 * fetched, drive=2 * read)
-        stored = 2 * held.file.record + held.file.parameters * updated
-        return down, each, Links(host_link=up + 2 * through, drive=stored), times

@@ -190,9 +190,7 @@ class Search:
         setup, cost, accumulation = self.setup, self.setup.cost, self._accumulation(micro_batch)
         state, moves = self._state(accumulation)
         on_host = cost.on_host(policy, micro_batch)
-        moved = moves.by_unit if timed else []
-        links = [sum_of(part.each.times(accumulation), part.once) for _, part in moved]
-        links.append(Links(host_link=2 * accumulation * on_host * setup.mirrored))
+        inputs = Links(host_link=2 * accumulation * on_host * setup.mirrored)
         alive = max(nbytes for at, nbytes, _ in cost.moments(policy) if at != LOSS)
         kinds = {"activations": micro_batch * alive, "logits": micro_batch * cost.logits}
         row = replace(
@@ -203,7 +201,7 @@ class Search:
             accumulation=accumulation,
             inputs_on_host=on_host,
             peak=max(state + sample * micro_batch for state, sample in self._moments(policy, accumulation)),
-            links=sum_of(*links),
+            links=sum_of(inputs, moves.links(accumulation)) if timed else inputs,
             step=self._step(policy, micro_batch, accumulation) if timed else None,
             sets=_sets(setup, self.choice, policy, micro_batch, accumulation),
         )
@@ -266,7 +264,7 @@ class Search:
         setup = self.setup
         state, moves = self._state(accumulation)
         costs = {unit.name: unit for unit in setup.cost.units}
-        times = [self._computed(part.times, costs.pop(at, None), policy, micro_batch) for at, part in moves.by_unit]
+        times = [self._computed(part, costs.pop(at, None), policy, micro_batch) for at, part in moves.by_unit]
         times += [self._computed(UnitTimes(), unit, policy, micro_batch) for unit in costs.values()]
         section, scheme = setup.settings.zero_optimization, moves.scheme
         numel = sum(unit.layout.numel for unit in moves.units) // max(1, len(moves.units))

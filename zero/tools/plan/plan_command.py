@@ -1,0 +1,279 @@
+"""`zero plan`: bytes per rank of a model, the search for what is fastest, or the groups of ranks of a grid."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero.config import Config, ConfigError, load
+from zero.config.batch import MICRO, STEPS, TRAIN
+from zero.config.override import apply
+from zero.config.read import read
+from zero.launch.launch_messages import check_writable
+from zero.log import counted
+from zero.memory.available import available_nbytes
+from zero.plan.formats import ITEMSIZE
+from zero.plan.grid import AXES, DATA, Grid
+from zero.sizes.cost import ModelCost, shape_cost
+from zero.sizes.estimate import DEFAULT, GB, PlanRow, estimate
+from zero.sizes.lines import of_each, wrapped
+from zero.sizes.rates import DEVICES, Rates
+from zero.sizes.shape import Shape, shape_of
+from zero.tools.plan.search import Setup, candidates
+from zero.tools.plan.table import name_of, nothing_fits, operator_lines, over_worlds, smallest, summary, table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_DEVICE = "h100"  # where none is named
+_SEQUENCE = 4096
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print what was asked for; returns the exit status."""
+    try:
+        if given.params is None and given.model is None:
+            _print_groups(given)
+            return 0
+        _check(given)
+        for line in _lines(given):
+            print(line if line.startswith("{") else wrapped(line))
+    except BrokenPipeError:  # not of the plan
+        raise
+    except (ConfigError, ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"zero plan: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _ranks_per_host(given: argparse.Namespace) -> int:
+    """Raises ValueError for hosts of which each would not have the same number of ranks."""
+    if given.nodes is None:
+        return given.ranks_per_host
+    if len(given.world or []) != 1:
+        raise ValueError("--nodes: wants one number of ranks, in --world; for others say --ranks-per-host")
+    if given.world[0] % given.nodes:
+        raise ValueError(f"--nodes: got {given.nodes}, wanted a divisor of the {given.world[0]} ranks of --world")
+    return given.world[0] // given.nodes
+
+
+def _print_groups(given: argparse.Namespace) -> None:
+    """The groups of a grid in words, an axis of one rank left out."""
+    if not given.groups:
+        raise ValueError(
+            "nothing to print: add --params N, such as 70e9, or a model, for the memory that it takes, or --groups "
+            "for the groups of ranks along each axis"
+        )
+    if len(given.world or []) != 1:
+        raise ValueError("--world: --groups wants one number of ranks")
+    grid = Grid(given.world[0], {axis: size for axis in AXES if (size := getattr(given, axis)) is not None})
+    warnings = grid.warnings(_ranks_per_host(given))
+    kinds = {
+        "tensor parallel (tp)": grid.lists("tp") if grid.size("tp") > 1 else [],
+        "context parallel (cp)": grid.lists("cp") if grid.size("cp") > 1 else [],
+        "pipeline (pp)": grid.lists("pp") if grid.size("pp") > 1 else [],
+        "data parallel (dp)": grid.lists(*DATA),
+        "shards of state (dp_shard)": grid.lists("dp_shard") if grid.size("dp_replicate") > 1 else [],
+        "replicas of state (dp_replicate)": grid.lists("dp_replicate") if grid.size("dp_replicate") > 1 else [],
+        "one replica of the model (pp x tp)": grid.lists("pp", "tp") if grid.size("pp", "tp") > 1 else [],
+        "first and last stage (embedding)": grid.embedding() if grid.size("pp") > 1 else [],
+    }
+    factors = " x ".join(f"{axis} {size}" for axis, size in grid.sizes.items() if size > 1)
+    print(f"{counted(grid.world, 'rank')}{': ' * bool(factors)}{factors}")
+    for kind, lists in kinds.items():
+        if lists:
+            print(f"{kind}: {len(lists)} of {len(lists[0])}", " ".join(str(list(ranks)) for ranks in lists), sep="\n  ")
+    for line in warnings:
+        print(f"zero plan: warning: {line}", file=sys.stderr)
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Raise ValueError for flags that mean nothing or would have no effect, before anything takes time."""
+    if given.groups or (given.model is not None and given.params is not None):
+        raise ValueError("a model, --params and --groups: one of them at a time")
+    for axis in ("tp", "pp", "cp", "dp_shard", "dp_replicate"):
+        if getattr(given, axis) not in (None, 1):
+            raise ValueError(
+                f"--{axis.replace('_', '-')}: the memory is that of data-parallel ranks; leave it out, or say "
+                "zero.shard_size in the configuration"
+            )
+    _ranks_per_host(given)
+    if given.json not in (None, "-"):
+        check_writable(given.json, "--json")
+    for flag in ("json", "all"):
+        if getattr(given, flag) not in (None, False) and len(given.world or []) != 1:
+            raise ValueError(f"--{flag}: wants one number of ranks, in --world")
+
+
+def _lines(given: argparse.Namespace) -> Iterator[str]:
+    source = PlannedModel(given)
+    worlds, name = given.world or [], str(source.model)
+    if given.shardable or given.trace:
+        yield from source.layers() if given.shardable else source.operators()
+        return
+    if given.device in ("cuda", "cpu") and len(worlds) == 1 and not (given.json or given.sequence):
+        model = given.params if source.inputs is None else source.model
+        yield str(estimate(model, given.config, worlds[0], device=given.device, layers=given.layers, width=given.width))
+        return
+    setup = source.setup()
+    if source.inputs is not None:
+        numel = sum(spec.numel for unit in setup.units for spec in unit.params)
+        name = f"{numel:,} parameters of {type(setup.model).__name__}"
+    if not worlds:
+        found = smallest(setup)
+    else:
+        found = over_worlds(setup, worlds) if len(worlds) > 1 else _searched(given, setup)
+    first = next(found)
+    if first.startswith("nothing fits"):
+        yield first
+        first = next(found)
+    yield f"{name}, in {setup.settings.compute_dtype}; samples of {setup.cost.sequence:,} tokens"
+    speed = f"{setup.speed / 1e12:,.1f} TFLOP/s" if setup.speed >= 1e12 else f"{setup.speed / 1e9:,.1f} GFLOP/s"
+    yield f"{setup.rates.name}: {setup.rates.device_memory / GB:,.0f} GB, {speed} reached"
+    yield from (*setup.cost.notes, first)
+    yield from found
+
+
+class PlannedModel:
+    """The model that is planned, and what it costs: by formula, or traced on the meta device.
+
+    inputs: arguments of its forward; None for a shape.
+    """
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._given = given
+        self._sequence = given.sequence or _SEQUENCE
+        self.model: nn.Module | Shape
+        if given.model is None:
+            self.model, self.inputs = shape_of(given.params, given.layers, given.width), None
+            return
+        if ":" not in given.model and not os.path.isdir(given.model):
+            raise ValueError(
+                f"model: got {given.model!r}; wanted module:function, such as train:make_model, or a folder with a "
+                "config.json"
+            )
+        from zero.tools.plan.source import load_model
+
+        self.model, self.inputs = load_model(given.model, self._sequence)
+
+    def setup(self) -> Setup:
+        """What the search is made for."""
+        settings = _settings(self._given)
+        cost, per_host = self._cost(settings), _ranks_per_host(self._given)
+        if self._given.device != "measured":
+            return Setup(self.model, cost, settings, _rates_of(self._given.device), per_host)
+        rates, note = self._measured(settings, cost)
+        return Setup(self.model, replace(cost, notes=(*cost.notes, note)), settings, rates, per_host, _has_gpu())
+
+    def operators(self) -> Iterator[str]:
+        """What `--trace` prints."""
+        if self.inputs is None:
+            raise ValueError("--trace: a number of parameters has no operators; give a model, as module:function")
+        return operator_lines(self._cost(_settings(self._given)), self._given.trace == "units")
+
+    def layers(self) -> Iterator[str]:
+        """What `--shardable` prints."""
+        if self.inputs is None:
+            raise ValueError("--shardable: a number of parameters has no layers; give a model, as module:function")
+        from zero.tools.plan.shardable import largest, shardable
+
+        found = shardable(self.model)
+        return iter([*map(str, found), f"tensor-parallel sizes at which all of that is cut divide {largest(found):,}"])
+
+    def _cost(self, settings: Config) -> ModelCost:
+        if self.inputs is None:
+            return shape_cost(self.model, self._sequence, ITEMSIZE[settings.compute_dtype])
+        from zero.sizes.trace import trace
+
+        kernels = "cpu" if self._given.device in ("cpu", "measured") and not _has_gpu() else "cuda"
+        return trace(self.model, self.inputs, settings, kernels)
+
+    def _measured(self, settings: Config, cost: ModelCost) -> tuple[Rates, str]:
+        """Of this machine, and a note on whose FLOP/s they are: the model's own, where it fits on it and runs."""
+        from zero.tools.plan.rank_rates import measured
+
+        ranks, dtype = settings.world_size, settings.autocast_dtype or settings.compute_dtype
+        why = "there is no model to run"
+        if self.inputs is not None:
+            from zero.sizes.trace import samples_in
+
+            # Parameters and gradients in fp32, and activations. A GPU that has too little says so; a host would end
+            # any process.
+            numel = sum(param.numel() for param in self.model.parameters())
+            wanted, there = 8 * numel + samples_in(self.inputs) * cost.peak(), math.inf
+            if not _has_gpu():
+                there = available_nbytes(ranks)
+            why = f"the model would take {wanted / GB:,.1f} GB of each rank here, of {there / GB:,.1f}"
+            if wanted < there:
+                try:
+                    rates = measured(ranks, dtype, model=self._given.model, sequence=self._sequence)
+                    return rates, "FLOP/s are those of the model itself, with the inputs that it is given here."
+                except RuntimeError as error:
+                    why = f"running the model failed: {str(error).splitlines()[-1]}"
+        return measured(ranks, dtype), f"FLOP/s are those of transformer blocks: {why}."
+
+
+def _searched(given: argparse.Namespace, setup: Setup) -> Iterator[str]:
+    """The table and what is best in it; or the configuration."""
+    rows = candidates(setup)
+    best = rows[0]
+    if best.lacks:
+        yield nothing_fits(rows)
+    yield f"GB (1e9 bytes) at most on {of_each(setup.ranks)}, {setup.per_host} to a host"
+    if rows[-1].lacks:
+        yield "In place of tokens/s stands what a row has too little of."
+    yield from table(setup, rows, given.all)
+    yield counted(len(rows), "row") + (
+        "" if given.all else "; --all prints them, with the GB of each kind and on each link"
+    )
+    if not best.lacks:
+        yield from summary(setup, rows)
+    if given.json is not None:
+        yield from _written(given.json, setup, best)
+
+
+def _written(path: str, setup: Setup, row: PlanRow) -> Iterator[str]:
+    if row.lacks:
+        raise ValueError(f"--json: nothing fits, so there is no configuration to write ({'; '.join(row.lacks)})")
+    values = apply(setup.settings.raw, row.sets)
+    load(values, setup.ranks, filled=False)
+    text = json.dumps(values, indent=2)
+    if path != "-":
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
+    yield text if path == "-" else f"wrote {path}: {name_of(row)}"
+
+
+def _settings(given: argparse.Namespace) -> Config:
+    """The configuration, on the first number of ranks. Of batch sizes that cannot hold on several, one is left."""
+    source, worlds = DEFAULT if given.config is None else given.config, given.world or []
+    if len(worlds) == 1:
+        return load(source, worlds[0], filled=False)
+    values = read(source).values
+    if worlds and TRAIN in values:
+        values = {key: value for key, value in values.items() if key not in (MICRO, STEPS)}
+    elif MICRO in values:
+        values.pop(TRAIN, None)
+    return load(values, (worlds or [1])[0], filled=False)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _rates_of(device: str) -> Rates:
+    """Of the device with this name."""
+    name = _DEVICE if device == "cuda" else device
+    if name not in DEVICES:
+        raise ValueError(
+            f"--device: got {device!r}, wanted one of measured, {', '.join(DEVICES)}; or cuda or cpu, for bytes only"
+        )
+    return DEVICES[name]
