@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import zero
 from zero.plan.formats import Formats
-from zero.plan.memory import StateBytes, alive_nbytes
+from zero.plan.memory import Scheme, StateBytes, alive_nbytes
 
 UNITS = ["<root>", "blocks.0", "blocks.1"]  # the root's unit: embedding, norm and head
 COUNTED = {"section": {"stage3_prefetch_bucket_size": 1}, "comms_logger": {"enabled": True}}
@@ -157,8 +157,8 @@ def test_bytes_alive(pool, stage, form):
         assert [name for name, _ in seen] == list(moments)[: len(seen)]
         for name, found in seen:
             parts, place = (2, rank) if sharding.optim else (1, 0)
-            more = {"rank": place, "formats": FORMATS[kind][2], "accumulation": accumulation}
-            wanted = alive_nbytes(plans, sharding, parts, **more, **moments[name])
+            scheme = Scheme(sharding, parts, formats=FORMATS[kind][2], accumulation=accumulation)
+            wanted = alive_nbytes(plans, scheme, place, **moments[name])
             assert found == wanted.state, name
 
 

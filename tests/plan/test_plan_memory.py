@@ -14,6 +14,7 @@ from zero.plan.memory import (
     LINE,
     PAGE,
     KindBytes,
+    Scheme,
     StateBytes,
     alive_nbytes,
     host_bytes,
@@ -41,7 +42,8 @@ def test_the_table_of_the_paper(stage: int, gigabytes: float, dtype: str) -> Non
     sharding = Sharding.of_stage(stage)
     some, parts = (unit("all", 7_500_000_000, 64, dtype),), 64 if sharding.optim else 1
     gradients = {"reduced_gradients" if sharding.grads else "local_gradients": ["all"]}
-    assert round(alive_nbytes(some, sharding, parts, accumulate=dtype, **gradients).state.total / 1e9, 1) == gigabytes
+    held = alive_nbytes(some, Scheme(sharding, parts, accumulate=dtype), **gradients)
+    assert round(held.state.total / 1e9, 1) == gigabytes
 
 
 @pytest.mark.parametrize(
@@ -107,23 +109,24 @@ def test_shards_differ_where_only_large_parameters_have_moments_in_fewer_bits() 
     specs = (ParamSpec("matrix", 4096, "bf16", True, 0, 2), ParamSpec("vector", 4096, "bf16", True, 0, 1))
     plan = UnitPlan("u", "", specs, make_layout({"matrix": 4096, "vector": 4096}, 2, 256))
     formats, sharding = Formats("remainder", "8bit"), Sharding.of_stage(1)
-    held = [alive_nbytes((plan,), sharding, 2, rank=rank, formats=formats).record for rank in (0, 1)]
+    held = [alive_nbytes((plan,), Scheme(sharding, 2, formats=formats), rank).record for rank in (0, 1)]
     assert held == [2 * 4096 + 2 * (4096 + 4 * 16), 2 * 4096 + 2 * 4 * 4096]
-    assert alive_nbytes((plan,), Sharding.of_stage(0), 1, formats=formats).record == sum(held)
+    assert alive_nbytes((plan,), Scheme(Sharding.of_stage(0), formats=formats)).record == sum(held)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("int8", 1), ("uint8", 1), ("fp64", 8)])
 def test_a_frozen_unit_of_any_dtype_the_engine_takes_is_counted(dtype: str, size: int) -> None:
     frozen = unit("quantized", 128, 4, dtype, requires_grad=False, group=-1)
-    assert alive_nbytes((frozen,), Sharding.of_stage(3), 4) == KindBytes(size * 32)
-    assert alive_nbytes((frozen,), Sharding.of_stage(2), 4) == KindBytes(size * 128)
+    assert alive_nbytes((frozen,), Scheme(Sharding.of_stage(3), 4)) == KindBytes(size * 32)
+    assert alive_nbytes((frozen,), Scheme(Sharding.of_stage(2), 4)) == KindBytes(size * 128)
 
 
 def test_gradients_on_their_way_by_hand() -> None:
     """Of the last units in the order of backward, two or three have messages on their way."""
 
     def most(some: tuple[UnitPlan, ...], parts: int, replicas: int, **how: object) -> float:
-        return max((each.most for each in in_flight_nbytes(some, parts, replicas, **how)), default=0)
+        scheme = Scheme(Sharding.of_stage(1), parts, replicas, **{"mirrored": False} | how)
+        return max((each.most for each in in_flight_nbytes(some, scheme)), default=0)
 
     units = (unit("a", 256, 4), unit("b", 128, 4), unit("frozen", 999, 4, requires_grad=False), unit("c", 64, 4))
     over_gloo, landing = 1 + 3 / 4, 2 * 256
@@ -134,7 +137,7 @@ def test_gradients_on_their_way_by_hand() -> None:
     assert most(units, 4, 1, mirrored=True) == 2 * (256 + 128) * 2 + landing
     assert most(units, 4, 1, travel="fp32") == 4 * (256 + 128) * over_gloo + landing
     # What was collected is counted as gradients, and so is a buffer that takes the sum.
-    assert most(units, 4, 1, collected=True) == 4 * (256 + 128) * 3 / 4 + landing
+    assert most(units, 4, 1, accumulation=2) == 4 * (256 + 128) * 3 / 4 + landing
     whole = tuple(unit(name, 64, 4, "fp32") for name in "abc")
     assert [most(whole, 1, 4), most(whole, 1, 1), most((), 4, 1)] == [3 * 4 * 64 * 3 / 4 + 4 * 64, 4 * 64, 0]
 
@@ -142,8 +145,9 @@ def test_gradients_on_their_way_by_hand() -> None:
 def test_what_is_kept_for_8_bits_is_counted() -> None:
     """The own part of parameters, or the second copy's; and on each rank the error of the last gradient."""
     units = (unit("block", 256, 4),)
-    both = {stage: alive_nbytes(units, Sharding.of_stage(stage), 4, coded=(stage == 3, True)) for stage in (2, 3)}
+    schemes = {stage: Scheme(Sharding.of_stage(stage), 4, coded=(stage == 3, True)) for stage in (2, 3)}
+    both = {stage: alive_nbytes(units, scheme) for stage, scheme in schemes.items()}
     assert both[3].parameters == 2 * 64 + 66 and both[2].parameters == 2 * 256
     assert both[2].gradients == both[3].gradients == 4 * 66
-    twice = alive_nbytes(units, Sharding.of_stage(3), 4, coded=(True, False), secondary=2)
+    twice = alive_nbytes(units, Scheme(Sharding.of_stage(3), 4, coded=(True, False), secondary=2))
     assert twice.state == StateBytes(2 * 64 + 66 + 2 * 66, 0, twice.record)

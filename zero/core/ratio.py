@@ -16,7 +16,7 @@ from zero.core.world import Axis, World
 from zero.log import rank_zero
 from zero.memory.available import available_nbytes
 from zero.memory.update_costs import RESERVE
-from zero.plan.memory import MIB, SLOTS, alive_nbytes, unit_bytes
+from zero.plan.memory import MIB, SLOTS, Scheme, alive_nbytes
 from zero.plan.placement import Placement, Where, is_updated
 from zero.plan.sharding import Sharding
 from zero.plan.units import Parts, UnitPlan, of_each
@@ -47,12 +47,9 @@ def choose_ratio(
         ratio, numel, nbytes = 1.0, 0, 0
     else:
         own, reserve = room_for_state(section, plans, world, shards, device, sharding, numerics)
-        at, dtypes = Placement(Where.DEVICE, Where.DEVICE), (numerics.accumulate, numerics.accumulate)
         parts = [shard.size for shard in shards]
-        each = [
-            unit_bytes(plan, at, 0, cut, numerics.formats, dtypes).device
-            for plan, cut in zip(plans, parts, strict=True)
-        ]
+        scheme = Scheme(sharding, parts, formats=numerics.formats, accumulate=numerics.accumulate)
+        each = [held.device for held in scheme.held(plans)]
         sizes = [held.record + held.gradients for held in each]
         if place.zero.update != "host":  # gradients stay, too
             own -= SLOTS * max(held.parameters + held.record for held in each)
@@ -103,18 +100,16 @@ def room_for_state(
     """
     free, total = device_memory(world, device)
     largest = [plan.name for plan in sorted(plans, key=lambda plan: plan.layout.numel)[-_GATHERED:]]
-    accumulates = not sharding.grads and numerics.accumulation > 1
     away = Placement(Where.HOST, Where(section.offload_param.device))
-    held = alive_nbytes(
-        plans,
+    scheme = Scheme(
         sharding,
         [shard.size for shard in shards],
-        gathered=largest,
-        local_gradients=[plan.name for plan in plans if plan.requires_grad] if accumulates else largest,
         accumulation=numerics.accumulation,
         accumulate=numerics.accumulate,
         placements=[away] * len(plans),
     )
+    local = [plan.name for plan in plans if plan.requires_grad] if scheme.collected else largest
+    held = alive_nbytes(plans, scheme, gathered=largest, local_gradients=local)
     return free - RESERVE * total - held.parameters - held.gradients, RESERVE * total
 
 

@@ -110,8 +110,9 @@ def planned(config: Config, sharded: ShardedModule) -> PlanRow:
     choice, mirrored = own_choice(config), sharded.device.type != "cpu"
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as zero/core/world.py sees them
     streamed = any(unit.shard.placement.streamed for unit in sharded.units)
-    scheme = scheme_of(units, config, choice, config.gradient_accumulation_steps, mirrored, per_host, streamed)
-    return state_row(units, config, formats, scheme, choice)
+    steps = config.gradient_accumulation_steps
+    scheme = scheme_of(units, config, choice, formats, steps, mirrored, per_host, streamed)
+    return state_row(units, config, scheme, choice)
 
 
 class Reality:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
 from zero.plan.formats import ITEMSIZE, Formats, runs, wire_nbytes
 from zero.plan.layout import round_up
-from zero.plan.order import Limits, around, stay_whole
+from zero.plan.order import ForeseenUse, Limits, around, stay_whole
 from zero.plan.placement import Placement, Where, is_updated, keeps_copy
 from zero.plan.sharding import Sharding
 from zero.plan.units import Parts, UnitPlan, of_each
@@ -21,7 +22,7 @@ MIB = 2**20
 # once: that takes as long as a launch, and waiting gradients take memory beside the buffer.
 TOGETHER = 1 << 20
 _ADAM = Formats()  # of the ZeRO paper: fp32 masters and two fp32 moments
-_HERE = Placement(Where.DEVICE, Where.DEVICE)
+_LIMITS = Limits()
 
 
 class StateBytes(NamedTuple):
@@ -116,56 +117,97 @@ def _piece_nbytes(where: Where, *kinds: Sequence[tuple[str, int]]) -> list[int]:
     return sizes
 
 
+@dataclass(frozen=True)
+class Scheme:
+    """How an engine cuts, sends and keeps its state.
+
+    parts, replicas: sizes of the shard axis, of all units or of each, and of the replica axis;
+    secondary:       with hpZ, ranks that hold a second copy of the parameters, 1 for none;
+    accumulation:    micro-batches of a step;
+    accumulate, resting: the dtypes of sums of gradients, on the device and off it;
+    travel:          the dtype to which gradients are rounded to be sent, None for their own;
+    limits:          say which units always stay whole;
+    placements:      where the state of each unit rests; None: all on the device;
+    mirrored:        whether the device has memory of its own, and NCCL: it is not the host;
+    native:          whether NCCL adds up gradients, too; else the slices of all ranks arrive;
+    coded:           whether parameters, and whether gradients, are sent in 8 bits;
+    uses:            of one micro-batch; where parameters are not cut nothing is gathered for them.
+    """
+
+    sharding: Sharding
+    parts: Parts = 1
+    replicas: int = 1
+    secondary: int = 1
+    formats: Formats = _ADAM
+    accumulation: int = 1
+    accumulate: str = "fp32"
+    resting: str = "fp32"
+    travel: str | None = None
+    limits: Limits = _LIMITS
+    placements: Sequence[Placement] | None = None
+    mirrored: bool = True
+    native: bool = False
+    coded: tuple[bool, bool] = (False, False)
+    uses: Sequence[ForeseenUse] = ()
+
+    @property
+    def collected(self) -> bool:
+        """Whether micro-batches add up in whole buffers first."""
+        return self.accumulation > 1 and not self.sharding.grads
+
+    @property
+    def cut(self) -> bool:
+        """Whether parameters are whole only while they are used; of one number of parts for all units."""
+        return self.sharding.params and (self.parts > 1 or self._places(1)[0].params is not Where.DEVICE)
+
+    def _places(self, count: int) -> Sequence[Placement]:
+        return self.placements or [Placement(Where.DEVICE, Where.DEVICE)] * count
+
+    def held(self, units: Sequence[UnitPlan], rank: Parts = 0) -> list[UnitBytes]:
+        """What each unit keeps on this rank of the shard axis, or on this one of each; see `unit_bytes`.
+
+        Ranks differ only where the moments of large parameters alone are in fewer bits.
+        """
+        each = zip(units, self._places(len(units)), of_each(rank, units), of_each(self.parts, units), strict=True)
+        dtypes = self.accumulate, self.resting
+        return [unit_bytes(unit, at, own, parts, self.formats, dtypes, self.mirrored) for unit, at, own, parts in each]
+
+
 def alive_nbytes(
     units: Sequence[UnitPlan],
-    sharding: Sharding,
-    parts: Parts,
-    *,
+    scheme: Scheme,
     rank: Parts = 0,
-    formats: Formats = _ADAM,
     gathered: Collection[str] = (),
     local_gradients: Collection[str] = (),
     reduced_gradients: Collection[str] = (),
-    accumulation: int = 1,
-    accumulate: str = "fp32",
-    limits: Limits | None = None,
-    placements: Sequence[Placement] | None = None,
-    mirrored: bool = True,
-    secondary: int = 1,
-    coded: tuple[bool, bool] = (False, False),
 ) -> KindBytes:
     """Bytes that an engine keeps on one rank's device at a moment described by names of units.
 
-    `parts` is the size of the shard axis, `rank` the place on it, of all units or of each; shards differ if only the
-    moments of large parameters are in fewer bits. `gathered`: units whose parameters are full although they are cut
-    between uses; `local_gradients`: units with a full gradient buffer of this rank; `reduced_gradients`: units whose
-    reduced shard exists; `accumulate`: the dtype in which gradients add up; `limits` say which units always stay whole.
-    `placements`: where the state of each unit rests; state off the device is not counted (`host_bytes` counts it).
-    `mirrored`: the device is not the host; `secondary`: with hpZ, the ranks that hold a second copy of the parameters;
-    `coded`: whether parameters, and gradients, are sent in 8 bits, which the owner keeps, and each rank for its error.
+    `gathered`: units whose parameters are full although they are cut between uses; `local_gradients`: units with a full
+    gradient buffer of this rank; `reduced_gradients`: units whose reduced shard exists. State off the device is not
+    counted, `host_bytes` does that. Of messages in 8 bits the owner keeps its part, and each rank its error.
     """
-    whole = stay_whole([sum(spec.numel for spec in unit.params) for unit in units], limits or Limits())
-    kept = {units[index].name for index in whole}
+    sharding, secondary = scheme.sharding, scheme.secondary
+    numels = [sum(spec.numel for spec in unit.params) for unit in units]
+    kept = {units[index].name for index in stay_whole(numels, scheme.limits)}
     found = []
-    places = placements or [_HERE] * len(units)
-    for unit, at, own, over in zip(units, places, of_each(rank, units), of_each(parts, units), strict=True):
-        held = unit_bytes(unit, at, own, over, formats, (accumulate, accumulate), mirrored).device
+    for unit, held, parts in zip(units, scheme.held(units, rank), of_each(scheme.parts, units), strict=True):
         full = unit.layout.numel
         nbytes = ITEMSIZE[unit.dtype] * full
-        cut = sharding.params and (over > 1 or at.params is not Where.DEVICE)
-        travels = cut and over > 1 and coded[0] and is_updated(unit) and unit.name not in kept
-        parameters = held.parameters if cut else nbytes
+        cut = sharding.params and (parts > 1 or held.away.parameters > 0)
+        travels = cut and parts > 1 and scheme.coded[0] and is_updated(unit) and unit.name not in kept
+        parameters = held.device.parameters if cut else nbytes
         parameters += sum(spec.beside for spec in unit.params)
         parameters += nbytes if cut and (unit.name in gathered or unit.name in kept) else 0
-        parameters += wire_nbytes(full) // over if travels else 0
+        parameters += wire_nbytes(full) // parts if travels else 0
         parameters += (wire_nbytes(full) if travels else nbytes) // secondary if cut and secondary > 1 else 0
-        gradients = wire_nbytes(full) if coded[1] and over > 1 and is_updated(unit) else 0
+        gradients = wire_nbytes(full) if scheme.coded[1] and parts > 1 and is_updated(unit) else 0
         if unit.name in local_gradients:
-            local = unit.dtype if sharding.grads or accumulation == 1 else accumulate
+            local = unit.dtype if sharding.grads or scheme.accumulation == 1 else scheme.accumulate
             gradients += ITEMSIZE[local] * full
         if unit.name in reduced_gradients:
-            gradients += held.gradients
-        found.append(KindBytes(parameters, gradients, held.masters, held.moments))
+            gradients += held.device.gradients
+        found.append(KindBytes(parameters, gradients, held.device.masters, held.device.moments))
     return total_of(found)
 
 
@@ -231,32 +273,21 @@ class InFlight(NamedTuple):
     most: int
 
 
-def in_flight_nbytes(
-    units: Sequence[UnitPlan],
-    parts: int,
-    replicas: int,
-    *,
-    accumulate: str = "fp32",
-    travel: str | None = None,
-    collected: bool = False,
-    native: bool = False,
-    mirrored: bool = False,
-) -> list[InFlight]:
+def in_flight_nbytes(units: Sequence[UnitPlan], scheme: Scheme) -> list[InFlight]:
     """Bytes of gradients in flight in the backward of each unit: from autograd, and between ranks.
 
     Frozen units have none. Kept sums and buffers are not counted.
-    parts, replicas: sizes of the shard and the replica axis; `travel`: the dtype to which gradients are rounded to be
-    sent; `collected`: they come from buffers in which micro-batches add up, in `accumulate`; `native`: NCCL adds
-    up; else the slices of all ranks arrive, with NCCL (`mirrored`) also the own one.
     """
+    parts, replicas, collected = scheme.parts, scheme.replicas, scheme.collected
     size, sent = parts if parts > 1 else replicas, []
     trained = [index for index, unit in enumerate(units) if is_updated(unit)][::-1]
     for unit in (units[index] for index in trained):
-        dtype = travel or (accumulate if collected else unit.dtype)
+        dtype = scheme.travel or (scheme.accumulate if collected else unit.dtype)
         # A buffer that is whole on every rank and in fp32 receives the sum, and is counted as the sum.
-        stays = collected or (parts == 1 and dtype == accumulate == "fp32")
+        stays = collected or (parts == 1 and dtype == scheme.accumulate == "fp32")
         nbytes = ITEMSIZE[dtype] * unit.layout.numel
-        arriving = nbytes // size if native else nbytes - (0 if mirrored else nbytes // size)
+        # With NCCL that only moves them, the own slice arrives, too.
+        arriving = nbytes // size if scheme.native else nbytes - (0 if scheme.mirrored else nbytes // size)
         own = 0 if stays else nbytes
         sizes = [ITEMSIZE[unit.dtype] * spec.numel for spec in unit.params]
         # With small gradients the buffer is allocated when most have come, and the unit's activations are being freed.

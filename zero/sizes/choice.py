@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zero.config import Config
-from zero.plan.formats import ITEMSIZE, resting_dtype
+from zero.plan.formats import ITEMSIZE, Formats, resting_dtype
+from zero.plan.memory import Scheme
 from zero.plan.order import ForeseenUse, Limits, uses
-from zero.plan.placement import Placement, Where, place
+from zero.plan.placement import Where, place
 from zero.plan.sharding import Sharding, summed_here
 from zero.plan.units import UnitPlan
 
@@ -54,52 +55,20 @@ def own_choice(settings: Config) -> StageChoice:
     return StageChoice(section.stage, *places, settings.shard_size, settings.secondary_shard_size)
 
 
-class Scheme(NamedTuple):
-    """What a choice means: how state is cut, in what gradients add up and travel, and which parameters are whole when.
-
-    parts, replicas: sizes of the shard and the replica axis;
-    secondary:       ranks that hold a second copy of the parameters, 1 for none;
-    cut:             whether parameters are whole only while they are used;
-    collected:       whether micro-batches add up in whole buffers first;
-    accumulate, resting: the dtypes of sums of gradients, on the device and off it;
-    travel:          of gradients between ranks, None for their own;
-    mirrored:        whether the device has memory of its own, and NCCL: it is not the host;
-    native:          whether NCCL adds up gradients, too;
-    coded:           whether parameters, and whether gradients, travel in 8 bits;
-    uses:            of one micro-batch, where parameters are not cut with nothing gathered.
-    """
-
-    sharding: Sharding
-    parts: int
-    replicas: int
-    secondary: int
-    cut: bool
-    accumulation: int
-    collected: bool
-    accumulate: str
-    resting: str
-    travel: str | None
-    limits: Limits
-    placements: Sequence[Placement]
-    mirrored: bool
-    native: bool
-    coded: tuple[bool, bool]
-    uses: Sequence[ForeseenUse]
-
-
 def scheme_of(
     units: Sequence[UnitPlan],
     settings: Config,
     choice: StageChoice,
+    formats: Formats,
     accumulation: int,
     mirrored: bool,
     per_host: int | None = None,
     streamed: bool | None = None,
 ) -> Scheme:
-    """Under the settings, whose own stage, placement, mesh and number of micro-batches do not count.
+    """What a choice means under the settings, whose own stage, placement, mesh and micro-batches do not count.
 
-    per_host: ranks on each host, all of them by default. streamed: whether a GPU updates state that rests off it; None:
-    what the settings say, also where they may.
+    formats: of the optimizer's state. per_host: ranks on each host, all of them by default. streamed: whether a GPU
+    updates state that rests off it; None: what the settings say, also where they may.
     """
     section, zero = settings.zero_optimization, settings.zero
     sharding = Sharding.of_stage(choice.stage, zero.reduce_every_micro_batch or zero.reduce == "tree")
@@ -127,9 +96,8 @@ def scheme_of(
         parts=parts,
         replicas=settings.world_size // parts,
         secondary=choice.secondary,
-        cut=cut,
+        formats=formats,
         accumulation=accumulation,
-        collected=collected,
         accumulate=accumulate,
         resting=resting_dtype(settings.compute_dtype, accumulate, rounded),
         travel=travel,

@@ -13,19 +13,10 @@ from zero.config.sections import Optimizer
 from zero.kernels.formulas import formats_of
 from zero.plan.formats import Formats, wire_alignment
 from zero.plan.layout import ALIGNMENT
-from zero.plan.memory import (
-    SLOTS,
-    HostBytes,
-    InFlight,
-    KindBytes,
-    alive_nbytes,
-    host_bytes,
-    in_flight_nbytes,
-    unit_bytes,
-)
+from zero.plan.memory import SLOTS, HostBytes, InFlight, KindBytes, Scheme, alive_nbytes, host_bytes, in_flight_nbytes
 from zero.plan.placement import is_updated
 from zero.plan.units import UnitPlan, plan_units
-from zero.sizes.choice import CHOICES, Scheme, StageChoice, own_choice, scheme_of
+from zero.sizes.choice import CHOICES, StageChoice, own_choice, scheme_of
 from zero.sizes.cost import LOSS
 from zero.sizes.lines import gigabytes, of_each, table_lines, wrapped
 from zero.sizes.links import Links
@@ -171,8 +162,8 @@ def estimate(
     choices = (choice._replace(shard_size=own.shard_size if choice.stage else 0) for choice in CHOICES)
     rows = {}
     for choice in dict.fromkeys([*choices, own]):
-        scheme = scheme_of(units, settings, choice, settings.gradient_accumulation_steps, device != "cpu")
-        rows[choice] = state_row(units, settings, formats, scheme, choice)
+        scheme = scheme_of(units, settings, choice, formats, settings.gradient_accumulation_steps, device != "cpu")
+        rows[choice] = state_row(units, settings, scheme, choice)
     dtypes = " and ".join(dict.fromkeys(unit.dtype for unit in units)) or settings.compute_dtype
     what += f", in {dtypes} with {settings.optimizer.type if settings.optimizer else 'Adam'}"
     return Estimate(what, ranks, tuple(rows.values()), rows[own], tuple(notes))
@@ -230,54 +221,25 @@ def units_of(model: nn.Module | Shape, settings: Config, alignment: int = ALIGNM
     return plan_module(model, groups, settings.world_size, settings, alignment)
 
 
-def state_row(
-    units: Sequence[UnitPlan], settings: Config, formats: Formats, scheme: Scheme, choice: StageChoice
-) -> PlanRow:
+def state_row(units: Sequence[UnitPlan], settings: Config, scheme: Scheme, choice: StageChoice) -> PlanRow:
     """What a choice takes, which means this scheme, without activations."""
     section = settings.zero_optimization
     trained = [unit.name for unit in units if is_updated(unit)]
-
-    held = alive_nbytes(
-        units,
-        scheme.sharding,
-        scheme.parts,
-        formats=formats,
-        local_gradients=trained if scheme.collected else (),
-        reduced_gradients=() if scheme.collected else trained,
-        accumulation=scheme.accumulation,
-        accumulate=scheme.accumulate,
-        limits=scheme.limits,
-        placements=scheme.placements,
-        mirrored=scheme.mirrored,
-        secondary=scheme.secondary,
-        coded=scheme.coded,
-    )
-    on_their_way = in_flight_nbytes(
-        units,
-        scheme.parts,
-        scheme.replicas,
-        accumulate=scheme.accumulate,
-        travel=scheme.travel,
-        collected=scheme.collected,
-        native=scheme.native,
-        mirrored=scheme.mirrored,
-    )
-    each = [
-        unit_bytes(unit, at, 0, scheme.parts, formats, (scheme.accumulate, scheme.resting), scheme.mirrored)
-        for unit, at in zip(units, scheme.placements, strict=True)
-    ]
+    local, reduced = (trained, ()) if scheme.collected else ((), trained)
+    kept = alive_nbytes(units, scheme, local_gradients=local, reduced_gradients=reduced)
+    each, moving = scheme.held(units), in_flight_nbytes(units, scheme)
     host = host_bytes(each, section.offload_optimizer.buffer_count, section.offload_param.buffer_count)
-    streamed = [unit.away for unit, at in zip(each, scheme.placements, strict=True) if at.streamed]
+    streamed = (held.away for held, at in zip(each, scheme.placements, strict=True) if at.streamed)
     slot = max(streamed, key=lambda away: away.record, default=KindBytes())
     device = DeviceBytes(
-        held.parameters,
-        held.gradients,
-        held.masters + SLOTS * slot.masters,
-        held.moments + SLOTS * slot.moments,
+        kept.parameters,
+        kept.gradients,
+        kept.masters + SLOTS * slot.masters,
+        kept.moments + SLOTS * slot.moments,
         gathered=max((use.whole for use in scheme.uses), default=0),
-        reduction=max((moving.most for moving in on_their_way), default=0),
+        reduction=max((each.most for each in moving), default=0),
     )
-    return PlanRow(choice, device, host, *_moments(units, scheme, device, on_their_way))
+    return PlanRow(choice, device, host, *_moments(units, scheme, device, moving))
 
 
 def _moments(

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from zero.plan.formats import ITEMSIZE, Formats, wire_nbytes
-from zero.plan.memory import UnitBytes, unit_bytes
+from zero.plan.formats import ITEMSIZE, wire_nbytes
+from zero.plan.memory import Scheme, UnitBytes
 from zero.plan.placement import is_updated, keeps_copy
 from zero.plan.units import UnitPlan
-from zero.sizes.choice import Scheme
 from zero.sizes.rates import Rates
 from zero.sizes.timeline import UnitTimes
 
@@ -98,13 +97,16 @@ def over(nbytes: float, rate: float) -> float:
 
 @dataclass(frozen=True)
 class Moves:
-    """What moves and is updated in a step: units under a scheme, with these formats of state, at these rates."""
+    """What moves and is updated in a step: units under a scheme, at these rates."""
 
     units: Sequence[UnitPlan]
     scheme: Scheme
-    formats: Formats
     rates: Rates
     per_host: int
+
+    @cached_property
+    def _held(self) -> list[UnitBytes]:
+        return self.scheme.held(self.units)
 
     @cached_property
     def by_unit(self) -> list[tuple[str, UnitTimes]]:
@@ -159,14 +161,9 @@ class Moves:
         sums = groups.replica.links(_FP32 * unit.layout.numel // scheme.parts)
         return [sent, sums] if scheme.parts == 1 else [sent, sums, sums]
 
-    def _held(self, index: int) -> UnitBytes:
-        scheme, dtypes = self.scheme, (self.scheme.accumulate, self.scheme.resting)
-        at = scheme.placements[index]
-        return unit_bytes(self.units[index], at, 0, scheme.parts, self.formats, dtypes, scheme.mirrored)
-
     def _off_device(self, index: int) -> dict[str, list[Links]]:
         """Copies between device, host and drive. Where the host is the device there is nothing to copy."""
-        scheme, unit, held = self.scheme, self.units[index], self._held(index)
+        scheme, unit, held = self.scheme, self.units[index], self._held[index]
         copied, moved = scheme.mirrored, held.away
         updated, away = is_updated(unit), not scheme.placements[index].used_on_device
         through = moved.record if scheme.placements[index].streamed else 0
@@ -186,7 +183,7 @@ class Moves:
     def _times(self, index: int, messages: Mapping[str, Sequence[Links]]) -> UnitTimes:
         """Also of copying each gradient into its unit's, or adding it to that of earlier micro-batches; and of the
         optimizer's step, which reads the gradient, and reads and writes parameter, master and moments."""
-        scheme, rates, unit, held = self.scheme, self.rates, self.units[index], self._held(index).all
+        scheme, rates, unit, held = self.scheme, self.rates, self.units[index], self._held[index].all
         placement, updated = scheme.placements[index], is_updated(unit)
         away = not placement.used_on_device
         record = held.record + (0 if keeps_copy(placement, scheme.mirrored) else held.parameters)

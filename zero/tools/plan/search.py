@@ -12,8 +12,9 @@ from zero.config import Config
 from zero.config.unavailable import lookup
 from zero.memory.update_costs import RESERVE, UpdateRates, update_costs
 from zero.plan.formats import Formats, wire_alignment
+from zero.plan.memory import Scheme
 from zero.plan.units import UnitPlan
-from zero.sizes.choice import CHOICES, FILE, Scheme, StageChoice, own_choice, scheme_of
+from zero.sizes.choice import CHOICES, FILE, StageChoice, own_choice, scheme_of
 from zero.sizes.choice import DEVICE as DEVICE_MEMORY
 from zero.sizes.cost import LOSS, POLICIES, ModelCost, UnitCost
 from zero.sizes.estimate import GB, STEP, PlanRow, is_fused, state_formats, state_row, units_of
@@ -216,7 +217,7 @@ class Search:
         setup, several = self.setup, accumulation > 1
         if several not in self._states:
             scheme, row = self._scheme(1 + several)
-            moves = Moves(setup.units, scheme, setup.formats, setup.rates, setup.per_host)
+            moves = Moves(setup.units, scheme, setup.rates, setup.per_host)
             self._states[several] = row, moves
         return self._states[several]
 
@@ -225,9 +226,9 @@ class Search:
         setup, update = self.setup, self.setup.settings.zero_optimization.offload_optimizer.zero.update
 
         def made(streamed: bool) -> tuple[Scheme, PlanRow]:
-            common = setup.units, setup.settings, self.choice, accumulation, setup.mirrored, setup.per_host
-            scheme = scheme_of(*common, streamed)
-            return scheme, state_row(setup.units, setup.settings, setup.formats, scheme, self.choice)
+            common = setup.units, setup.settings, self.choice, setup.formats
+            scheme = scheme_of(*common, accumulation, setup.mirrored, setup.per_host, streamed)
+            return scheme, state_row(setup.units, setup.settings, scheme, self.choice)
 
         if update != "auto" or not setup.mirrored:
             return made(update == "gpu")
