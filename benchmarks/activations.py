@@ -27,7 +27,7 @@ from variants import ADAMW, Setup
 
 import zero
 from zero.config import load
-from zero.sizes.trace import trace
+from zero.sizes.model_trace import trace
 from zero.tiled.slices import default_size
 
 MIB = 2**20

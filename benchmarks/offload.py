@@ -23,7 +23,7 @@ from offload_variants import OURS, TITLES, Sizes, absent, make
 
 from zero.memory.available import host_threads
 from zero.plan.formats import ITEMSIZE
-from zero.sizes.timeline import DEVICE, DOWN, DRIVE, HOST, UP, Prediction, predict
+from zero.sizes.step_time import DEVICE, DOWN, DRIVE, HOST, UP, Prediction, predict
 
 GIB = 2**30
 SIZES = {"width": 512, "layers": 8, "heads": 8, "vocab": 2048, "context": 256, "batch": 2}

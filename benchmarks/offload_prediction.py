@@ -1,4 +1,4 @@
-"""The step time of a run whose state rests off the device: rates that are measured, for zero/sizes/timeline.py."""
+"""The step time of a run whose state rests off the device: rates that are measured, for zero/sizes/step_time.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero.plan.formats import Formats
 from zero.plan.memory import unit_bytes
 from zero.plan.placement import Placement, Where, is_updated
 from zero.plan.units import UnitPlan
-from zero.sizes.timeline import UnitTimes
+from zero.sizes.step_time import UnitTimes
 
 NUMEL = 1 << 23  # of an update that is tried out
 COPIED = 1 << 27  # bytes of a copy that is tried out; page-locked

@@ -33,8 +33,8 @@ from variants import Setup as Sizes
 import zero
 from zero.config import load
 from zero.sizes.choice import own_choice
+from zero.sizes.model_trace import trace
 from zero.sizes.rates import Rates
-from zero.sizes.trace import trace
 from zero.tools.plan.rank_rates import measured
 from zero.tools.plan.search import Search, Setup
 from zero.tools.plan.table import waits

@@ -32,8 +32,8 @@ from zero.config import load
 from zero.engine.reality import Observed, alive_now
 from zero.sizes.choice import own_choice
 from zero.sizes.estimate import DeviceBytes
+from zero.sizes.model_trace import trace
 from zero.sizes.rates import DEVICES, Rates
-from zero.sizes.trace import trace
 from zero.tools.plan.rank_rates import measure, one_pass, recomputing, together
 from zero.tools.plan.search import Search, Setup
 

@@ -182,9 +182,9 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
-    from zero.tools import config
+    from zero.tools import config_command
 
-    return config.run(args)
+    return config_command.run(args)
 
 
 def _top(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Draws the figures of the pages: `python docs/figures/draw.py` writes them beside this file.
 
-The bytes are those of the ZeRO paper's formula. The step and the ranks are drawings, not measurements.
+The bytes are those of `zero.plan.memory`. The step and the ranks are drawings, not measurements.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zero.plan.formats import Formats
+from zero.plan.layout import make_layout
+from zero.plan.memory import Scheme, alive_nbytes
 from zero.plan.sharding import Sharding
+from zero.plan.units import ParamSpec, UnitPlan
 
 HERE = Path(__file__).parent
 BLUE, ORANGE, GREEN, GREY = "#4477aa", "#ee8866", "#44aa77", "#dddddd"
@@ -30,16 +33,17 @@ def memory() -> Figure:
     figure, axes = pyplot.subplots(figsize=(7, 2.8))
     cases = [(f"stage {stage}", stage, Formats(master="remainder")) for stage in (3, 2, 1, 0)]
     cases.insert(0, ("stage 3, 8-bit moments", 3, Formats(master="remainder", moments="8bit")))
+    spec = ParamSpec("all", 7 * 10**9, "bf16", True, 0, 2)
+    unit = UnitPlan("all", "", (spec,), make_layout({"all": spec.numel}, 8, 256))
     for row, (_, stage, formats) in enumerate(cases):
-        numel, sharding = 7 * 10**9, Sharding.of_stage(stage)
-        # Gradients add up in fp32.
-        whole = 2 * numel, 4 * numel, formats.master_nbytes(numel, "bf16") + formats.moments_nbytes(numel)
-        cut = sharding.params, sharding.grads, sharding.optim
+        sharding = Sharding.of_stage(stage)
+        scheme = Scheme(sharding, 8 if sharding.optim else 1, formats=formats, accumulation=2)  # adds up in fp32
+        gradients = {"reduced_gradients" if sharding.grads else "local_gradients": ["all"]}
+        state = alive_nbytes([unit], scheme, **gradients).state
         left = 0.0
-        for (kind, color), nbytes, is_cut in zip(KINDS.items(), whole, cut, strict=True):
-            held = nbytes / (8 if is_cut else 1) / 1e9
-            axes.barh(row, held, left=left, color=color, label=kind if row == 0 else None)
-            left += held
+        for (kind, color), nbytes in zip(KINDS.items(), state, strict=True):
+            axes.barh(row, nbytes / 1e9, left=left, color=color, label=kind if row == 0 else None)
+            left += nbytes / 1e9
         axes.text(left + 1, row, f"{left:.1f}", va="center")
     axes.set_yticks(range(len(cases)), [name for name, *_ in cases])
     axes.set(xlabel="GB per rank: 7 billion parameters, bf16, AdamW, 8 ranks", xlim=(0, 125))

@@ -11,7 +11,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.sizes.timeline import DEVICE, Pace, UnitTimes, predict
+from zero.sizes.step_time import DEVICE, Pace, UnitTimes, predict
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zero.config import load
-from zero.sizes.trace import trace
+from zero.sizes.model_trace import trace
 from zero.tools.plan.source import load_model
 from zero.tools.plan.table import operator_lines
 

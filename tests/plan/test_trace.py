@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import zero
 from zero.config import load
 from zero.sizes.cost import POLICIES, ModelCost, shape_cost
+from zero.sizes.model_trace import trace
 from zero.sizes.recorder import FORMULAS
 from zero.sizes.shape import Shape as Shapes
-from zero.sizes.trace import trace
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "gpt"))

@@ -11,8 +11,9 @@ from models import config
 from zero.config import load
 from zero.memory.update_costs import UpdateCosts, UpdateRates, update_costs
 from zero.plan.formats import Formats
-from zero.plan.memory import SLOTS, unit_bytes
+from zero.plan.memory import SLOTS, Scheme, unit_bytes
 from zero.plan.placement import Placement, Where, place
+from zero.plan.sharding import Sharding
 from zero.sizes.choice import own_choice
 from zero.sizes.cost import shape_cost
 from zero.sizes.estimate import estimate
@@ -35,7 +36,9 @@ def setup(rates: UpdateRates = H100, memory: float = 80e9, ranks: int = 1, **mor
 def costs(rates: UpdateRates, ratio: float = 1.0, moments: str = "fp32", parts: int = 1) -> UpdateCosts:
     units = setup(ranks=parts).units
     places = place(units, parts, Where.HOST, Where.DEVICE, ratio)
-    return update_costs(units, places, parts, Formats("remainder", moments), ("fp32", "bf16"), rates)
+    formats = Formats("remainder", moments)
+    scheme = Scheme(Sharding.of_stage(2), parts, formats=formats, resting="bf16", placements=places)
+    return update_costs(units, scheme, rates)
 
 
 def test_bytes_and_seconds_are_those_of_what_moves():

@@ -20,7 +20,7 @@ from zero.kernels.step import step
 from zero.log import rank_zero
 from zero.memory.available import host_threads
 from zero.memory.update_costs import UpdateCosts, UpdateRates, update_costs
-from zero.plan.memory import MIB
+from zero.plan.memory import MIB, Scheme
 from zero.plan.placement import Where, place
 from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
@@ -71,8 +71,16 @@ def is_streamed(
         rank_zero(logging.INFO, "%shost, as %s", line, why)
         return False
     places = place(plans, parts, Where(state.device), Where(params.device), ratio, params.max_in_cpu)
-    gradients, found = (numerics.accumulate, numerics.resting_dtype(world, shards)), rates(device)
-    costs = update_costs(plans, places, parts, numerics.formats, gradients, found)
+    resting, found = numerics.resting_dtype(world, shards), rates(device)
+    scheme = Scheme(
+        sharding,
+        parts,
+        formats=numerics.formats,
+        accumulate=numerics.accumulate,
+        resting=resting,
+        placements=places,
+    )
+    costs = update_costs(plans, scheme, found)
     lacks = costs.nbytes - room_for_state(section, plans, world, shards, device, sharding, numerics)[0]
     on_device, on_host, lacks = map(max, zip(*agree([costs.on_device, costs.on_host, lacks], world), strict=True))
     chosen = UpdateCosts(on_device, on_host, costs.through, lacks).streams(0)

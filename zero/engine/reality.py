@@ -21,8 +21,8 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.formats import ITEMSIZE
 from zero.sizes.choice import own_choice, scheme_of
 from zero.sizes.estimate import DeviceBytes, PlanRow, state_row
+from zero.sizes.model_trace import trace
 from zero.sizes.recorder import OperatorRecorder
-from zero.sizes.trace import trace
 
 STEP = 3  # in the first one memory is taken that stays, and in the second one the order of uses is learnt
 _TOLERATED = 0.05

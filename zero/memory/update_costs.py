@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from zero.plan.formats import Formats
-from zero.plan.memory import SLOTS, unit_bytes
-from zero.plan.placement import Placement, Where
-from zero.plan.units import Parts, UnitPlan, of_each
+from zero.plan.memory import SLOTS, Scheme
+from zero.plan.placement import Where
+from zero.plan.units import UnitPlan
 
 RESERVE = 0.4  # of the device's memory: for activations, unknown before the first step
 
@@ -38,30 +38,24 @@ class UpdateCosts(NamedTuple):
         return self.on_device < self.on_host and self.nbytes <= room
 
 
-def update_costs(
-    units: Sequence[UnitPlan],
-    placements: Sequence[Placement],
-    parts: Parts,
-    formats: Formats,
-    gradients: tuple[str, str],
-    rates: UpdateRates,
-) -> UpdateCosts:
-    """The costs on a device with separate memory. `gradients`: their dtypes on the device, and on the host.
+def update_costs(units: Sequence[UnitPlan], scheme: Scheme, rates: UpdateRates) -> UpdateCosts:
+    """The costs on a device with separate memory, of either side under an otherwise given scheme.
 
     A record is copied to the device, updated and copied back while the next one comes. The host reads gradient
     and record and writes the record, while gradients and parameters cross the link. A drive is equally busy either way.
     """
     through = kept = largest = there = here = stays = 0
-    for unit, at, cut in zip(units, placements, of_each(parts, units), strict=True):
-        streamed, on_host = (
-            unit_bytes(unit, at._replace(streamed=streams), 0, cut, formats, gradients) for streams in (True, False)
-        )
+    streamed, on_host = (
+        replace(scheme, placements=[at._replace(streamed=streams) for at in scheme.placements]).held(units)
+        for streams in (True, False)
+    )
+    for at, if_streamed, if_on_host in zip(scheme.placements, streamed, on_host, strict=True):
         if at.optimizer is Where.DEVICE:
-            stays += on_host.device.record + on_host.device.gradients
+            stays += if_on_host.device.record + if_on_host.device.gradients
             continue
-        record = streamed.away.record
-        through, kept, largest = through + record, kept + on_host.away.record, max(largest, record)
-        there, here = there + streamed.device.gradients, here + on_host.host.gradients
+        record = if_streamed.away.record
+        through, kept, largest = through + record, kept + if_on_host.away.record, max(largest, record)
+        there, here = there + if_streamed.device.gradients, here + if_on_host.host.gradients
     on_device = through / rates.link + (there + 2 * through) / rates.device
     on_host = max((here + 2 * kept) / rates.host, here / rates.link)
     return UpdateCosts(on_device, on_host, through, stays + there + SLOTS * largest)

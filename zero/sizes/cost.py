@@ -1,7 +1,7 @@
 """What a model costs: FLOPs, and bytes of activations under each policy of recomputation. Plain values, no torch.
 
-Traced from a module by zero/sizes/trace.py, or by formula from a `Shape`. All numbers are of one sample at a length of
-`sequence` tokens; parameters, their gradients and the samples themselves are not in them.
+Traced from a module by zero/sizes/model_trace.py, or by formula from a `Shape`. All numbers are of one sample at a
+length of `sequence` tokens; parameters, their gradients and the samples themselves are not in them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from zero.sizes.cost import LOSS
 from zero.sizes.lines import gigabytes, of_each, table_lines, wrapped
 from zero.sizes.links import Links
 from zero.sizes.shape import Shape, shape_of
-from zero.sizes.timeline import Prediction
+from zero.sizes.step_time import Prediction
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,7 +12,7 @@ from zero.plan.memory import Scheme, UnitBytes
 from zero.plan.placement import is_updated, keeps_copy
 from zero.plan.units import UnitPlan
 from zero.sizes.rates import Rates
-from zero.sizes.timeline import UnitTimes
+from zero.sizes.step_time import UnitTimes
 
 _FP32 = 4
 

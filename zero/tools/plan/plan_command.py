@@ -190,7 +190,7 @@ class PlannedModel:
     def _cost(self, settings: Config) -> ModelCost:
         if self.inputs is None:
             return shape_cost(self.model, self._sequence, ITEMSIZE[settings.compute_dtype])
-        from zero.sizes.trace import trace
+        from zero.sizes.model_trace import trace
 
         kernels = "cpu" if self._given.device in ("cpu", "measured") and not _has_gpu() else "cuda"
         return trace(self.model, self.inputs, settings, kernels)
@@ -202,7 +202,7 @@ class PlannedModel:
         ranks, dtype = settings.world_size, settings.autocast_dtype or settings.compute_dtype
         why = "there is no model to run"
         if self.inputs is not None:
-            from zero.sizes.trace import samples_in
+            from zero.sizes.model_trace import samples_in
 
             # Parameters and gradients in fp32, and activations. A GPU that has too little says so; a host would end
             # any process.

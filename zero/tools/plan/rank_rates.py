@@ -30,9 +30,9 @@ from zero.log import counted
 from zero.recompute.modules import Recomputed
 from zero.recompute.policy import Policy
 from zero.recompute.saved_inputs import ALONE, InputStore
+from zero.sizes.model_trace import Inputs, arguments, blocks_of, ends
 from zero.sizes.rates import Rates
 from zero.sizes.recorder import FORMULAS
-from zero.sizes.trace import Inputs, arguments, blocks_of, ends
 from zero.tools.plan.source import load_model
 from zero.tools.report import speed
 from zero.tools.started_ranks import SECONDS, run_on_ranks

@@ -21,7 +21,7 @@ from zero.sizes.estimate import GB, STEP, PlanRow, is_fused, state_formats, stat
 from zero.sizes.links import Links, Moves, over, sum_of
 from zero.sizes.rates import Rates
 from zero.sizes.shape import Shape
-from zero.sizes.timeline import DEVICE, DRIVE, HOST, LINK, Pace, Prediction, UnitTimes, predict
+from zero.sizes.step_time import DEVICE, DRIVE, HOST, LINK, Pace, Prediction, UnitTimes, predict
 
 if TYPE_CHECKING:
     from torch import nn
@@ -234,8 +234,7 @@ class Search:
             return made(update == "gpu")
         scheme, row = made(False)
         rates = UpdateRates(setup.rates.host_link, setup.rates.host_bandwidth, setup.rates.device_bandwidth)
-        gradients, held = (scheme.accumulate, scheme.resting), row.device
-        costs = update_costs(setup.units, scheme.placements, scheme.parts, setup.formats, gradients, rates)
+        costs, held = update_costs(setup.units, scheme, rates), row.device
         room = (1 - RESERVE) * setup.rates.device_memory - held.parameters - held.gathered - held.reduction
         return made(True) if costs.streams(room) and is_fused(setup.settings.optimizer) else (scheme, row)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zero.sizes.trace import Inputs
+from zero.sizes.model_trace import Inputs
 
 _META = torch.device("meta")
 _TOKENS = 2  # samples of a model of transformers

@@ -33,7 +33,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Section:
+class PagePart:
     """What stands under one heading: sentences, a chart (bokeh's, then its element), tables and text as it is."""
 
     title: str
@@ -81,7 +81,7 @@ def command(folder: str, out: str | None) -> int:
     return 2
 
 
-def _overview(run: WrittenRun) -> list[Section]:
+def _overview(run: WrittenRun) -> list[PagePart]:
     first, facts = run.ranks[0], run.facts
     steps, words = first.steps(), []
     rows: list[tuple[str, Any]] = [("State", _state(run)), ("Ranks", facts.get("world", len(run.ranks)))]
@@ -103,7 +103,7 @@ def _overview(run: WrittenRun) -> list[Section]:
         words.append("run.json is not there or cannot be read: units, configuration and versions are not known.")
     if len(starts := first.of("start")) > 1:
         words.append(f"The run was started {len(starts)} times; of steps taken again the newest are shown.")
-    return [Section("Overview", words, tables=[Table("The run in short", ("What", "Value"), rows)])]
+    return [PagePart("Overview", words, tables=[Table("The run in short", ("What", "Value"), rows)])]
 
 
 def _state(run: WrittenRun) -> str:
@@ -125,11 +125,11 @@ def _number(value: float | None) -> str:
     return "" if value is None or value != value else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}"
 
 
-def _curves(run: WrittenRun) -> list[Section]:
+def _curves(run: WrittenRun) -> list[PagePart]:
     """Charts over the steps, all of rank 0, whose counts are over all ranks."""
     steps = run.ranks[0].steps()
     if not steps:
-        return [Section("Steps", ["No step has ended yet."])]
+        return [PagePart("Steps", ["No step has ended yet."])]
     what = "tokens" if any(step.get("tokens") for step in steps) else "samples"
     groups = range(max(len(step.get("lr") or ()) for step in steps))
     charts: list[tuple[str, str, Mapping[str, Callable[[Event], float]]]] = [
@@ -161,7 +161,7 @@ def _named(steps: Sequence[Event], field: str, scale: float) -> dict[str, Callab
 
 def _drawn(
     run: WrittenRun, steps: Sequence[Event], charts: Sequence[tuple[str, str, Mapping[str, Any]]]
-) -> list[Section]:
+) -> list[PagePart]:
     from zero.tools.report.charts import POINTS, line_chart
 
     found = [(title, what, _lines(steps, series)) for title, what, series in charts]
@@ -184,7 +184,7 @@ def _drawn(
         tables = [Table(f"{title}: some steps ({what})", ("step", *names), rows, folded=True)]
         if title == _MEMORY:
             tables.insert(0, _memory(run))
-        sections.append(Section(title, words, line_chart(lines, what, most), tables))
+        sections.append(PagePart(title, words, line_chart(lines, what, most), tables))
     return sections
 
 
@@ -236,13 +236,13 @@ def _memory(run: WrittenRun) -> Table:
     return Table("Memory against the plan, MiB: the most of each kind at the end of a step", head, rows)
 
 
-def _timeline(run: WrittenRun) -> list[Section]:
+def _timeline(run: WrittenRun) -> list[PagePart]:
     from zero.tools.report.charts import SPANS, Bar, timeline
 
     events = {rank.number: rank.last("timeline") for rank in run.ranks}
     events = {number: event for number, event in events.items() if event.get("spans")}
     if not events:
-        return [Section("Timeline of a step", ["The folder has none: no step was profiled."])]
+        return [PagePart("Timeline of a step", ["The folder has none: no step was profiled."])]
     shown = dict(list(events.items())[:_RANKS])
     spans = [
         Bar(f"rank {number}: {stream}", name, 1e3 * begin, 1e3 * end)
@@ -260,10 +260,10 @@ def _timeline(run: WrittenRun) -> list[Section]:
         words.append(f"The chart has the {SPANS:,} longest of {len(spans):,} spans; the table counts all.")
     caption = "Milliseconds by rank, stream and verb; what lies inside of another counts in both"
     table = Table(caption, ("rank and stream", "verb", "spans", "in all", "longest"), rows, folded=len(rows) > _SAMPLED)
-    return [Section("Timeline of a step", words, timeline(spans), [table])]
+    return [PagePart("Timeline of a step", words, timeline(spans), [table])]
 
 
-def _units(run: WrittenRun) -> list[Section]:
+def _units(run: WrittenRun) -> list[PagePart]:
     event = run.ranks[0].last("unit_norms")
     norms, rows = event.get("units") or {}, []
     for unit in run.facts.get("units") or ():
@@ -275,20 +275,20 @@ def _units(run: WrittenRun) -> list[Section]:
     head += ["gradient", "parameter", "update", "update / parameter"] if norms else []
     words = [f"The norms are of step {event['step']:,}, over all ranks."] if norms else []
     tables = [Table("What is gathered, reduced and updated together", head, rows)]
-    return [Section("Units", words, tables=tables)] if rows else []
+    return [PagePart("Units", words, tables=tables)] if rows else []
 
 
-def _facts(run: WrittenRun) -> list[Section]:
+def _facts(run: WrittenRun) -> list[PagePart]:
     warned = sorted((event["time"], rank.number, event["text"]) for rank in run.ranks for event in rank.of("warning"))
     rows = [(_clock(time), number, text) for time, number, text in warned]
     tables = [Table("What the log warned of", ("time", "rank", "text"), rows)] if rows else []
-    sections = [Section("Warnings", [] if rows else ["None."], tables=tables)]
+    sections = [PagePart("Warnings", [] if rows else ["None."], tables=tables)]
     if "configuration" in run.facts:
-        sections.append(Section("Configuration", text=json.dumps(run.facts["configuration"], indent=2)))
+        sections.append(PagePart("Configuration", text=json.dumps(run.facts["configuration"], indent=2)))
     if versions := run.facts.get("versions"):
         tables = [Table("What it ran with", ("name", "version"), list(versions.items()))]
-        sections.append(Section("Versions", tables=tables))
-    return [*sections, Section("Does parallel pay?", pays(run))]
+        sections.append(PagePart("Versions", tables=tables))
+    return [*sections, PagePart("Does parallel pay?", pays(run))]
 
 
-_SECTIONS: Sequence[Callable[[WrittenRun], list[Section]]] = (_overview, _curves, _timeline, _units, _facts)
+_SECTIONS: Sequence[Callable[[WrittenRun], list[PagePart]]] = (_overview, _curves, _timeline, _units, _facts)

@@ -28,8 +28,8 @@ from zero.memory.available import available_nbytes, give_back
 from zero.sizes.choice import StageChoice, own_choice
 from zero.sizes.cost import POLICIES
 from zero.sizes.estimate import PlanRow
+from zero.sizes.model_trace import trace
 from zero.sizes.rates import Rates
-from zero.sizes.trace import trace
 from zero.tools.assigned_run import AssignedRun, unseen, wrap
 from zero.tools.plan.rank_rates import measure
 from zero.tools.plan.search import USABLE, Setup, candidates, choices_of
