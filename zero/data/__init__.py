@@ -2,5 +2,6 @@
 
 from zero.data.loader import Loader, RepeatingLoader, skip_first_batches
 from zero.data.seeds import random_split, seed_everything
+from zero.data.token_batches import TokenBatchSampler
 
-__all__ = ["Loader", "RepeatingLoader", "random_split", "seed_everything", "skip_first_batches"]
+__all__ = ["Loader", "RepeatingLoader", "TokenBatchSampler", "random_split", "seed_everything", "skip_first_batches"]

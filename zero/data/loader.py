@@ -14,6 +14,7 @@ from zero.config import Config
 from zero.data.iterables import RankIterable, WorkerBatch, WorkerCollate
 from zero.data.position import BatchCounts, Partition, Position
 from zero.data.samplers import RankBatchSampler, RankSampler, SeededDataset
+from zero.data.token_batches import TokenBatchSampler
 
 ROUTES = ("train", "eval", "predict")  # DeepSpeed's words for what a loader is used for; only "train" shuffles
 _END = object()
@@ -39,7 +40,8 @@ class Loader:
         rank, world_size: this rank's number, and the number of ranks.
         collate_fn: list of samples to batch; None is torch's default.
         drop_last: leave out the last batch of a pass if it is not full.
-        sampler: indices of *this rank*, used unchanged instead of the DistributedSampler's.
+        sampler: indices of *this rank*, used unchanged instead of the DistributedSampler's; or a `TokenBatchSampler`,
+            whose batches have their own sizes.
         seed: of the shuffle and of the workers.
         pin_memory, num_workers: as in torch's DataLoader.
         together: ranks take turns by whole batches instead of samples (`RankSampler`): this many batches of all
@@ -96,12 +98,16 @@ class Loader:
         if stream:
             items = RankIterable(dataset, self._partition, rank)
             collate = WorkerCollate(collate_fn or default_collate)
-            self._source: RankBatchSampler | RankIterable = items
+            self._source: RankBatchSampler | TokenBatchSampler | RankIterable = items
             self._loader = DataLoader(items, batch_size, collate_fn=collate, drop_last=drop_last, **common)
         else:
             if sampler is None:
                 self.sampler = RankSampler(dataset, self._partition, rank, drop_last)
-            self._source = RankBatchSampler(self.sampler, self._partition, rank, drop_last)
+            if isinstance(sampler, TokenBatchSampler):
+                sampler.check(dataset, rank, world_size)
+                self._source, self._partition = sampler, sampler.partition
+            else:
+                self._source = RankBatchSampler(self.sampler, self._partition, rank, drop_last)
             seeded = SeededDataset(dataset) if num_workers else dataset
             self._loader = DataLoader(seeded, batch_sampler=self._source, collate_fn=collate_fn, **common)
         self._here = self._next = self._partition.begin(0)
@@ -115,7 +121,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the number of batches in a whole pass; TypeError if the dataset does not know its length."""
-        if isinstance(self._source, RankBatchSampler):
+        if not isinstance(self._source, RankIterable):
             return len(self._source)
         samples = self._source.count()
         return samples // self.batch_size if self._drop_last else -(-samples // self.batch_size)
@@ -179,6 +185,9 @@ class Loader:
             self._source.start, self._source.skip = at.start[0], at.batches
             self._source.seed = (partition.seed, at.epoch)
             return iter(self._loader)
+        if isinstance(self._source, TokenBatchSampler):
+            self._source.next_pass = at
+            return iter(self._loader)
         self._source.start = at.start
         return itertools.islice(iter(self._loader), at.batches, None)
 
@@ -198,7 +207,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, the same on all ranks, as a small dictionary of JSON values."""
-        return self._partition.save(self._here)
+        tokens = isinstance(self._source, TokenBatchSampler)
+        return self._partition.save(self._source.whole_steps(self._here) if tokens else self._here)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass continue after a saved position, also one of another world size or batch size.
@@ -208,6 +218,8 @@ class Loader:
         Raises ValueError for other values.
         """
         at = self._partition.load(state)
+        if isinstance(self._source, TokenBatchSampler) and self._source.is_over(at):
+            at = self._partition.begin(at.epoch + 1)
         # The last batch may have been yielded before the loop asked for one more and so ended the pass.
         if isinstance(self._source, RankBatchSampler) and at.seen[0] and self._left(at) <= 0:
             at = self._partition.begin(at.epoch + 1)
@@ -294,7 +306,7 @@ def make_loader(
     batch_size: int | None = None,
     route: str = "train",
     pin_memory: bool = True,
-    data_sampler: Iterable[int] | None = None,
+    data_sampler: Iterable[Any] | None = None,
     collate_fn: Callable[..., Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> Loader:

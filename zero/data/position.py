@@ -47,7 +47,8 @@ class Position:
 class Partition:
     """How a pass is divided among the ranks. Its fields are saved in checkpoints, under "dealing".
 
-    source:   "dealt" (a shuffled order), "sampler" (the user's), or "stream" (an iterable dataset);
+    source:   "dealt" (a shuffled order), "tokens" (the same, of which whole steps of a `TokenBatchSampler` are seen),
+              "sampler" (the user's), or "stream" (an iterable dataset);
     together: micro-batches of one optimizer step, if ranks take turns by micro-batches, else 0;
     workers:  those that read a stream, at least 1; 1 otherwise;
     samples:  of the dataset, None for a stream; seed: of the shuffle.
@@ -101,7 +102,7 @@ class Partition:
         if was.source != self.source:
             _warn(f"the data came from a {was.source}, now from a {self.source}: pass {at.epoch} starts over")
             return (0,) * self.workers
-        if self.source == "dealt" and (was.samples, was.seed) != (self.samples, self.seed):
+        if self.source in ("dealt", "tokens") and (was.samples, was.seed) != (self.samples, self.seed):
             _warn(
                 f"the dataset had {was.samples} samples and the shuffle seed {was.seed}, now {self.samples} and "
                 f"{self.seed}: in pass {at.epoch} samples may come twice, and others not at all"

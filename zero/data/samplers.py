@@ -44,7 +44,7 @@ class RankSampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[int]:
         count, start = len(self.dataset), self.start
-        order = _shuffled(count, self.seed + self.epoch)
+        order = shuffled(count, self.seed + self.epoch)
         for turn in range(self.rank, self._steps(start) * self.together, self.num_replicas):
             first = start + turn * self.size
             for at in range(first, first + self.size):
@@ -54,7 +54,9 @@ class RankSampler(DistributedSampler):
 class SeededIndices(list):
     """Indices of one batch; a worker that reads them draws the random numbers of `seed`."""
 
-    seed = 0
+    def __init__(self, indices: Iterable[int] = (), seed: int = 0) -> None:
+        super().__init__(indices)
+        self.seed = seed
 
 
 class RankBatchSampler(Sampler):
@@ -90,11 +92,10 @@ class RankBatchSampler(Sampler):
         for number, batch in enumerate(BatchSampler(indices, self._size, self._drop_last)):
             if number < skip:
                 continue
-            seeded = SeededIndices(batch)
             # The place in the order that all ranks share, unique to this batch in the pass.
             before = start if self._shared else start * self._world_size
-            seeded.seed = mixed(*seed, before + number * self._size * self._world_size + self._rank * distance)
-            yield seeded
+            place = before + number * self._size * self._world_size + self._rank * distance
+            yield SeededIndices(batch, mixed(*seed, place))
 
 
 class SeededDataset(Dataset):
@@ -120,6 +121,6 @@ class SeededDataset(Dataset):
         return at_once(list(indices)) if at_once else [self.dataset[index] for index in indices]
 
 
-def _shuffled(count: int, seed: int) -> list[int]:
+def shuffled(count: int, seed: int) -> list[int]:
     """The order of torch's `DistributedSampler`."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()

@@ -190,15 +190,15 @@ class Engine(DeepSpeedGetters, nn.Module):
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = True,
-        data_sampler: Iterable[int] | None = None,
+        data_sampler: Iterable[Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> Loader:
         """A loader that gives each rank its part of `dataset`, in micro-batches.
 
         route: "train" shuffles; "eval" and "predict" deal the samples out in their order, padded so that all ranks
-        have as many. data_sampler: this rank's indices instead, taken as they are. pin_memory counts on a GPU only;
-        num_local_io_workers: None reads in this process.
+        have as many. data_sampler: this rank's indices instead, taken as they are, or a `zero.TokenBatchSampler`.
+        pin_memory counts on a GPU only; num_local_io_workers: None reads in this process.
         """
         self._status.check_not_destroyed()
         how = (batch_size, route, pin_memory, data_sampler, collate_fn, num_local_io_workers)
