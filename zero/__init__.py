@@ -28,6 +28,7 @@ _HOMES = {
     "init_distributed": "zero.engine.joining",
     "RepeatingLoader": "zero.data",
     "TokenBatchSampler": "zero.data",
+    "pack": "zero.data",
     "random_split": "zero.data",
     "seed_everything": "zero.data",
     "skip_first_batches": "zero.data",
@@ -44,7 +45,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.config import ConfigError
     from zero.core.access import GatheredParameters, register_external_parameter, unregister_external_parameter
     from zero.core.hooks import register_forward_method
-    from zero.data import RepeatingLoader, TokenBatchSampler, random_split, seed_everything, skip_first_batches
+    from zero.data import RepeatingLoader, TokenBatchSampler, pack, random_split, seed_everything, skip_first_batches
     from zero.engine.arguments import add_config_arguments
     from zero.engine.checkpoint.load_weights import load_weights
     from zero.engine.engine import Engine
