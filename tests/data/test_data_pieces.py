@@ -27,6 +27,60 @@ def test_the_first_batches_of_one_pass_are_left_out_unread(count: int) -> None:
     assert samples(loader) == after, "the pass behind it is not whole"
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", [{}, {"shuffle": True}, {"batches": True}])
+def test_a_loader_of_torch_does_not_read_what_it_skips(how: dict, workers: int) -> None:
+    def loader() -> torch.utils.data.DataLoader:
+        if how.get("batches"):
+            batches = torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(range(10)), 3, False)
+            return torch.utils.data.DataLoader(Reads(10), batch_sampler=batches, num_workers=workers)
+        return torch.utils.data.DataLoader(Reads(10), 3, num_workers=workers, **how)
+
+    torch.manual_seed(4)
+    one, after = loader(), torch.get_rng_state()
+    whole = [list(one), list(one)]
+    drawn = torch.get_rng_state()
+    torch.set_rng_state(after)
+    other = loader()
+    batches = [list(zero.skip_first_batches(other, 2)), list(other)]
+    assert torch.equal(torch.get_rng_state(), drawn)
+    found, wanted = ([[batch[0].tolist() for batch in each] for each in every] for every in (batches, whole))
+    assert found == [wanted[0][2:], wanted[1]]
+    read = [count for _, count in batches[0]]
+    assert int(read[0][0]) == 1, "it read what it skipped"
+
+
+class Reads(Numbers):
+    """Each sample with the number of reads so far, in its process."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        super().__getitem__(index)
+        return index, len(self.read)
+
+
+def test_a_loop_sets_the_epoch_in_the_sampler_as_it_does_with_torchs_loader() -> None:
+    loader, other = (Loader(Numbers(20), batch_size=4, rank=0, world_size=2) for _ in range(2))
+    passes = [samples(other) for _ in range(5)]
+    for epoch in (2, 0, 1, 4):
+        loader.sampler.set_epoch(epoch)
+        assert samples(loader) == passes[epoch]
+    loader.set_epoch(3)
+    assert samples(loader) == passes[3]
+    loader.sampler.set_epoch(1)
+    assert samples(zero.skip_first_batches(loader, 1)) == passes[1][4:]
+    assert samples(loader) == passes[2], "without a word of the loop passes are numbered on"
+
+
+def test_the_epoch_of_the_resumed_pass_in_the_sampler_keeps_its_position() -> None:
+    loader, resumed = (Loader(Numbers(20), batch_size=4, rank=0, world_size=2) for _ in range(2))
+    samples(loader)
+    batches = iter(loader)
+    next(batches)
+    resumed.load_state_dict(loader.state_dict())
+    resumed.sampler.set_epoch(1)
+    assert samples(resumed) == samples(batches)
+
+
 def test_streams_and_loaders_of_others_are_read_and_dropped() -> None:
     stream = Loader(SizedStream(12), batch_size=2, rank=0, world_size=1)
     assert samples(zero.skip_first_batches(stream, 4)) == [8, 9, 10, 11]

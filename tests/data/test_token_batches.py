@@ -190,6 +190,9 @@ def test_the_engines_loader_counts_skips_and_repeats():
     assert list(again) == batches[1]
     again.set_epoch(0)
     assert list(again) == batches[0]
+    again.sampler.set_epoch(0)
+    assert list(again) == batches[0]
+    assert list(again) == batches[1]
 
 
 def test_what_does_not_fit_the_loader_is_refused():

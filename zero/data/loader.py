@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -30,9 +31,10 @@ class Loader:
     an incomplete last turn is dropped (`RankIterable`).
 
     Each pass has its own shuffle: it sets the epoch of the sampler (and of the dataset, if that has `set_epoch`)
-    to 0, 1, ... `state_dict()` has the position in the data. After `load_state_dict()` the next pass is the rest of
-    the saved one: unseen samples in their order, also for another number of ranks or in batches of another
-    size. Seen samples are not read again, unless the dataset is iterable and must be read from its beginning.
+    to 0, 1, ... A loop's own `sampler.set_epoch(n)` is `set_epoch(n)`, unless n is the number of the last pass.
+    `state_dict()` has the position in the data. After `load_state_dict()` the next pass is the rest of the saved one:
+    unseen samples in their order, also for another number of ranks or in batches of another size. Seen samples are not
+    read again, unless the dataset is iterable and must be read from its beginning.
 
     Args:
         dataset: map-style, or an IterableDataset that yields the same items on every rank.
@@ -112,6 +114,7 @@ class Loader:
             self._loader = DataLoader(seeded, batch_sampler=self._source, collate_fn=collate_fn, **common)
         self._here = self._next = self._partition.begin(0)
         self.on_batch: Callable[[BatchCounts], None] | None = None
+        self._sampler_epoch = getattr(self.sampler, "epoch", None)  # another one there was set by the loop
         self._loads = 0  # positions loaded so far; a pass begun before the last load ends
 
     @property
@@ -132,8 +135,14 @@ class Loader:
 
     def _turn(self) -> Position:
         """Make the next pass the current one; returns where it begins."""
+        self._follow_sampler()
         self._here, self._next = self._next, self._partition.begin(self._next.epoch + 1)
         return self._here
+
+    def _follow_sampler(self) -> None:
+        """Let the next pass have the number that the loop has set in the sampler, if any."""
+        if (epoch := getattr(self.sampler, "epoch", None)) != self._sampler_epoch:
+            self.set_epoch(epoch)
 
     def _pass(self, at: Position, loads: int) -> Iterator[Any]:
         batches: Iterator[Any] | None = None
@@ -179,6 +188,7 @@ class Loader:
         for owner in (self.sampler, self.dataset):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(at.epoch)
+        self._sampler_epoch = getattr(self.sampler, "epoch", None)
         # Workers are seeded from this: different for each rank and pass, and the same again after a resume.
         self._generator.manual_seed(partition.seed + at.epoch * partition.world_size + self._rank)
         if isinstance(self._source, RankBatchSampler):
@@ -187,6 +197,7 @@ class Loader:
             return iter(self._loader)
         if isinstance(self._source, TokenBatchSampler):
             self._source.next_pass = at
+            self._sampler_epoch = at.epoch + 1  # it goes on to that with the first batch
             return iter(self._loader)
         self._source.start = at.start
         return itertools.islice(iter(self._loader), at.batches, None)
@@ -195,6 +206,7 @@ class Loader:
         """Begin the next pass after its first `batches`, which only an iterable dataset has to read."""
         if self._partition.source == "stream":
             return itertools.islice(self, batches, None)
+        self._follow_sampler()
         at = self._next
         seen = at.seen[0] + batches * self._per_batch
         self._next = replace(at, batches=at.batches + batches, seen=(seen,))
@@ -202,6 +214,7 @@ class Loader:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next pass; the same number gives the same order in every run."""
+        self._sampler_epoch = getattr(self.sampler, "epoch", None)
         if epoch != self._next.epoch:
             self._here = self._next = self._partition.begin(epoch)
 
@@ -224,6 +237,7 @@ class Loader:
         if isinstance(self._source, RankBatchSampler) and at.seen[0] and self._left(at) <= 0:
             at = self._partition.begin(at.epoch + 1)
         self._here = self._next = at
+        self._sampler_epoch = getattr(self.sampler, "epoch", None)
         self._loads += 1
 
     def _left(self, at: Position) -> float:
@@ -289,13 +303,19 @@ class RepeatingLoader:
 def skip_first_batches(loader: Iterable[Any], count: int) -> Iterator[Any]:
     """The rest of a loader's next pass, without its first `count` batches; later passes are whole.
 
-    A loader of the engine does not read those, unless its dataset is iterable; others read and drop them. After a
-    checkpoint the engine's loaders continue by themselves if their `state_dict` is saved with it. Raises ValueError for
-    a negative count.
+    A loader of the engine and torch's DataLoader do not read those, unless the dataset is iterable; others, subclasses
+    among them, read and drop them. After a checkpoint the engine's loaders continue by themselves if their `state_dict`
+    is saved with it. Raises ValueError for a negative count.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise ValueError(f"skip_first_batches(count=...): got {count!r}, wanted an integer of at least 0")
-    return loader.skip(count) if isinstance(loader, Loader) else itertools.islice(loader, count, None)
+    if isinstance(loader, Loader):
+        return loader.skip(count)
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        return itertools.islice(loader, count, None)
+    of_batches = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "persistent_workers")
+    same = {name: getattr(loader, name) for name in inspect.signature(DataLoader).parameters if name not in of_batches}
+    return iter(DataLoader(batch_sampler=itertools.islice(iter(loader.batch_sampler), count, None), **same))
 
 
 def make_loader(
