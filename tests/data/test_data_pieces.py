@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 import random
 import re
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import config
 from test_data import Numbers, SizedStream, loaders, samples
 
 import zero
@@ -99,6 +102,26 @@ def test_a_split_depends_on_its_seed_alone() -> None:
     assert [list(part) for part in parts] == [list(part) for part in zero.random_split(range(50), [0.8, 0.2])]
     assert sorted(itertools.chain(*parts)) == list(range(50))
     assert list(zero.random_split(range(50), [40, 10], seed=1)[0]) != list(parts[0])
+
+
+def split_by_torch(seeds: list[int]) -> list[str]:
+    """What initialize says of a split that each rank makes by torch, with a seed of its own."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("zero").addHandler(handler)
+    torch.manual_seed(seeds[int(os.environ["RANK"])])
+    train, _ = torch.utils.data.random_split(torch.utils.data.TensorDataset(torch.rand(40, 2)), [30, 10])
+    engine, *_ = zero.initialize(model=torch.nn.Linear(2, 2), config=config(0, 2), training_data=train)
+    engine.destroy()
+    logging.getLogger("zero").removeHandler(handler)
+    return [text for text in said if "random_split" in text]
+
+
+def test_a_split_that_differs_between_ranks_is_said_once(pool: Any) -> None:
+    first, second = pool.run(2, split_by_torch, [1, 2])
+    assert len(first) == 1 and not second and "is the same on all" in first[0]
+    assert pool.run(2, split_by_torch, [1, 1]) == [[], []]
 
 
 def drawn() -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -37,6 +38,26 @@ def random_split(dataset: Dataset[T], lengths: Sequence[int | float], seed: int 
     lengths: numbers of samples that add up to the dataset's, or fractions that add up to 1. ValueError for others.
     """
     return split_of_torch(dataset, lengths, torch.Generator().manual_seed(seed))
+
+
+def digest_of_split(dataset: object) -> str:
+    """What tells one `Subset` from another; empty for other datasets."""
+    parts = []
+    while isinstance(dataset, Subset):
+        parts.append(hashlib.blake2b(repr(list(dataset.indices)).encode(), digest_size=16).hexdigest())
+        dataset = dataset.dataset
+    return "".join(parts)
+
+
+def warn_of_splits(digests: Sequence[str]) -> None:
+    """Warn if ranks have other parts of a dataset, of each of which the others would never see most samples."""
+    if len(set(digests)) > 1:
+        log.rank_zero(
+            logging.WARNING,
+            "data: training_data is not the same part of the dataset on all ranks, and each trains on 1/%d of its own; "
+            "zero.random_split(dataset, lengths, seed) is the same on all, torch's without a seeded generator is not",
+            len(digests),
+        )
 
 
 def mixed(*numbers: int) -> int:

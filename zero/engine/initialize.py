@@ -32,6 +32,7 @@ from zero.core.streaming import refuse_streaming
 from zero.core.world import MARGIN, MAX_TIMEOUT, World, local_device, make_world
 from zero.data import Loader
 from zero.data.loader import make_loader
+from zero.data.seeds import digest_of_split, warn_of_splits
 from zero.engine.alarm import unwritable
 from zero.engine.arguments import (
     Groups,
@@ -122,6 +123,7 @@ def initialize(
         zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
         engine = _make_engine(model, zero_optimizer, groups, settings, device, over)
+        warn_of_splits(agree(digest_of_split(training_data), engine._metrics.axis))
     engine.lr_scheduler, engine.training_dataloader = scheduler, engine._metrics.follow(loader)
     if assigned is not None:
         assigned.watch(engine)
