@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 # Tests that cannot run with tensors on a GPU, by what they do instead: names of tests by file, none for the whole file.
 CPU_ONLY = {
     "it brings a device of its own": {
-        "core/test_steady_memory.py": "test_steps_take_the_same_memory",
         "core/test_nccl.py": "",
         "core/test_stream_order.py": "",
         "engine/test_graphs.py": "",

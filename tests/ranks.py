@@ -9,6 +9,7 @@ pool starts anew. A test that is marked `ranks(world_size)` runs so itself (conf
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import multiprocessing as mp
@@ -42,6 +43,9 @@ def _serve(connection: Connection) -> None:
     feed()
     install_importhook(get_config())  # so that an assertion on a rank shows its values
     while True:
+        if not gc.get_freeze_count():  # at first, and behind a test that counts objects
+            gc.collect()
+            gc.freeze()  # torch has hundreds of thousands, which no collection need look at
         try:
             job = connection.recv()
         except EOFError:

@@ -7,6 +7,7 @@ seen as it is dispatched; the compiled kernels are left out, for their reference
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import threading
@@ -40,12 +41,18 @@ def site() -> str:
     """Which function of the product asks; "" where it is none."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if str(path).startswith(PRODUCT) and path.name not in PASSED_ON:
+        if file := asker(frame.f_code.co_filename):
             # Of the pool, whoever comes first waits; which of its waits matters depends on how fast a drive is.
-            return "" if path.stem == "buffer_pool" else f"{path.stem}.{frame.f_code.co_name}"
+            return "" if file == "buffer_pool" else f"{file}.{frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+@functools.cache
+def asker(path: str) -> str:
+    """The name of a file of the product whose waits are its own; "" of any other."""
+    file = Path(path)
+    return file.stem if path.startswith(PRODUCT) and file.name not in PASSED_ON else ""
 
 
 def thread_name() -> str:

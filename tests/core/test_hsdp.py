@@ -23,7 +23,7 @@ from zero.core import comm
 
 SHARDS = (4, 2, 1)  # ranks that state is cut over, of four
 HPZ = 0  # in their place: over all, and parameters over nodes of two ranks
-STEPS = 4
+STEPS = 3
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
@@ -72,8 +72,8 @@ def micro(model: Any, number: int, rank: int, world: int, factor: float) -> torc
 
 # --- checkpoints --------------------------------------------------------------------------------------------
 
-SHORT = [(3, 4, 2, "fp32"), (3, 1, 4, "fp32"), (3, 2, HPZ, "bf16"), (1, 4, 2, "fp32")]
-MORE = [(3, 2, 1, "bf16"), (2, 2, 4, "fp32"), (1, 1, 2, "bf16"), (3, HPZ, 1, "fp32")]
+SHORT = [(3, 4, 2, "fp32"), (3, 2, HPZ, "bf16")]
+MORE = [(1, 1, 4, "fp32"), (2, 2, 4, "fp32"), (1, 4, 2, "bf16"), (3, HPZ, 1, "fp32")]
 
 
 @pytest.mark.ranks(4)
@@ -151,7 +151,7 @@ def built() -> nn.Module:
 def test_other_features_do_what_they_do_on_all_meshes(pool, section):
     """Built under `zero.Init`, two micro-batches for a step, replicas compared at every step, a checked order."""
     more = {"check_replicas": 1, "check_order": True, "recompute": {"modules": ["Block"]}}
-    shards = (4, 2, HPZ) if section else (4, 2, 1, HPZ)
+    shards = (4, HPZ) if section else (4, 2, 1, HPZ)
     wanted, *others = (
         scenario(pool, built, mesh(3, shard, section=section, zero=more), 4, 2, accumulation=2) for shard in shards
     )

@@ -70,7 +70,7 @@ def adamw_of_groups(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def all_runs(client: bool) -> list[list[list[torch.Tensor]]]:
-    return [[engine_run(stage, client, dtype) for stage in range(4)] for dtype in (torch.float32, torch.bfloat16)]
+    return [[engine_run(stage, client, dtype) for stage in (0, 2, 3)] for dtype in (torch.float32, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("client", [False, True], ids=["json", "client"])

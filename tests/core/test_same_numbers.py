@@ -27,11 +27,10 @@ def stages(pool: Any, world: int, json: dict[str, Any], steps: int = STEPS, want
     return pool.run(world, runs, cases)
 
 
-# World, micro-batches of a step, clipping, precision: every pair.
+# World, micro-batches of a step, clipping, precision: every pair of the last three.
 CASES = [
-    *((2, 1, 0.0, "fp32"), (2, 3, 0.3, "fp32"), (2, 3, 0.0, "bf16"), (2, 1, 0.3, "bf16")),
-    *((1, 1, 0.3, "fp32"), (3, 3, 0.3, "bf16"), (3, 1, 0.0, "fp32"), (4, 3, 0.3, "fp32")),
-    *longer((1, 3, 0.0, "bf16"), (4, 1, 0.3, "bf16")),
+    *((2, 3, 0.3, "fp32"), (2, 1, 0.3, "bf16"), (3, 1, 0.0, "fp32"), (1, 3, 0.0, "bf16")),
+    *longer((3, 3, 0.3, "bf16"), (4, 3, 0.3, "fp32")),
 ]
 
 
@@ -49,14 +48,13 @@ def test_stages_agree_bitwise_and_with_plain_torch(pool, world, accumulation, cl
     assert losses[-1].mean() < losses[0].mean(), "nothing was learnt"
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_reducing_at_the_boundary_agrees_in_pairs(pool, world):
+def test_reducing_at_the_boundary_agrees_in_pairs(pool):
     """By default stages 0 and 1 add micro-batches before ranks, stages 2 and 3 after: one order for each pair."""
-    for records in stages(pool, world, {"accumulation": 3, "gradient_clipping": 0.3}, 4):
+    for records in stages(pool, 3, {"accumulation": 3, "gradient_clipping": 0.3}, 4):
         assert same(records[0], records[1])
         assert same(records[2], records[3])
         for record in (records[0], records[2]):
-            assert near(record.weights, Training(world, 4, 3, 0.3))
+            assert near(record.weights, Training(3, 4, 3, 0.3))
 
 
 def run_ddp() -> dict[str, Any]:
