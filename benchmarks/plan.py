@@ -34,7 +34,7 @@ from zero.sizes.choice import own_choice
 from zero.sizes.estimate import DeviceBytes
 from zero.sizes.model_trace import trace
 from zero.sizes.rates import DEVICES, Rates
-from zero.tools.plan.rank_rates import measure, one_pass, recomputing, together
+from zero.tools.plan.rank_rates import flops_of, measure, one_pass, recomputing, together
 from zero.tools.plan.search import Search, Setup
 
 RANKS = 2
@@ -163,9 +163,10 @@ def try_row(rank: int, row: Row, folder: str, rates: Rates | None = None) -> See
         step(engine, batches)
     nbytes, seconds = observe(engine, batches), []
     if rates:
-        build = row.dtype, SIZES.width, torch.device("cpu"), lambda: (row.sizes.model(), row.sizes.data(0, 0))
-        seconds, speed = timed(engine, batches, *one_pass(*build))
-        again = {row.dtype: recomputing(*build)} if row.policy != "none" else {}
+        cpu = torch.device("cpu")
+        module, turn = one_pass(row.dtype, SIZES.width, cpu, lambda: (row.sizes.model(), row.sizes.data(0, 0)))
+        seconds, speed = timed(engine, batches, turn, flops_of(turn))
+        again = {row.dtype: recomputing(module, turn, cpu)} if row.policy != "none" else {}
         rates = dataclasses.replace(rates, flops={row.dtype: speed}, recompute=again)
     engine.destroy()
     return Seen(nbytes, seconds, rates or DEVICES["h100"])

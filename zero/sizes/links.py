@@ -61,26 +61,6 @@ class Group(NamedTuple):
         return Links(intra_host=sent * (1 - away), inter_host=sent * away)
 
 
-class Groups(NamedTuple):
-    """Along each axis of a scheme: shard, replica; inside and across, of hpZ's second copy."""
-
-    shard: Group
-    replica: Group
-    inside: Group
-    across: Group
-
-
-def groups_of(scheme: Scheme, per_host: int) -> Groups:
-    """With so many ranks on each host; those of a shard, or a second copy, are consecutive."""
-
-    def along(size: int, stride: int) -> Group:
-        return Group(size, max(1, min(size, per_host // stride)), scheme.mirrored)
-
-    second = scheme.secondary
-    across = along(scheme.parts // second, second)
-    return Groups(along(scheme.parts, 1), along(scheme.replicas, scheme.parts), along(second, 1), across)
-
-
 def seconds(links: Links, rates: Rates, written: bool = False) -> float:
     """Of one message between ranks, its parts on both links at once; or of copies, one after the other."""
     copies = over(links.host_link, rates.host_link)
@@ -123,42 +103,48 @@ class Moves:
     @cached_property
     def _messages(self) -> dict[int, dict[str, list[Links]]]:
         """By unit, in the order of the forward: the messages and copies of each kind, as named in `UnitTimes`."""
-        groups, uses, count = groups_of(self.scheme, self.per_host), self.scheme.uses, len(self.units)
+        uses, count = self.scheme.uses, len(self.units)
         again = {use.unit: use.gathered for use in uses[count:]}
         return {
-            use.unit: self._between_ranks(self.units[use.unit], groups, use.gathered, again[use.unit])
+            use.unit: self._between_ranks(self.units[use.unit], use.gathered, again[use.unit])
             | self._off_device(use.unit)
             for use in uses[:count]
         }
 
-    def _between_ranks(self, unit: UnitPlan, groups: Groups, gathered: bool, again: bool) -> dict[str, list[Links]]:
+    def _group(self, size: int, stride: int = 1) -> Group:
+        """So many ranks, this far apart; those of a shard, or of a second copy, are consecutive."""
+        return Group(size, max(1, min(size, self.per_host // stride)), self.scheme.mirrored)
+
+    def _between_ranks(self, unit: UnitPlan, gathered: bool, again: bool) -> dict[str, list[Links]]:
         scheme, updated = self.scheme, is_updated(unit)
         whole = ITEMSIZE[unit.dtype] * unit.layout.numel
         if scheme.coded[0] and updated and gathered:
             whole = wire_nbytes(unit.layout.numel)
-        inside = groups.inside if scheme.secondary > 1 else groups.shard
+        second = scheme.secondary
+        inside = self._group(second if second > 1 else scheme.parts)
         publish = []
-        if updated and scheme.cut and scheme.secondary > 1:
-            publish = [groups.across.links(whole / scheme.secondary)]
+        if updated and scheme.cut and second > 1:
+            publish = [self._group(scheme.parts // second, second).links(whole / second)]
         elif updated and not gathered:
-            publish = [groups.shard.links(whole)]
+            publish = [self._group(scheme.parts).links(whole)]
         return {
             "gather": [inside.links(whole)] if gathered else [],
             "regather": [inside.links(whole)] if again else [],
-            "reduce": self._reduction(unit, groups) if updated else [],
+            "reduce": self._reduction(unit) if updated else [],
             "publish": publish,
         }
 
-    def _reduction(self, unit: UnitPlan, groups: Groups) -> list[Links]:
+    def _reduction(self, unit: UnitPlan) -> list[Links]:
         """The messages of zero/core/reduction.py: along shard, along replica, or the first and then the second."""
         scheme = self.scheme
         dtype = scheme.travel or (scheme.accumulate if scheme.collected else unit.dtype)
         first = wire_nbytes(unit.layout.numel) if scheme.coded[1] else ITEMSIZE[dtype] * unit.layout.numel
-        group = groups.shard if scheme.parts > 1 else groups.replica
+        replica = self._group(scheme.replicas, scheme.parts)
+        group = self._group(scheme.parts) if scheme.parts > 1 else replica
         sent = group._replace(ring=scheme.native).links(first)  # else to each rank, which adds up
         if scheme.parts > 1 and scheme.replicas == 1:
             return [sent]
-        sums = groups.replica.links(_FP32 * unit.layout.numel // scheme.parts)
+        sums = replica.links(_FP32 * unit.layout.numel // scheme.parts)
         return [sent, sums] if scheme.parts == 1 else [sent, sums, sums]
 
     def _off_device(self, index: int) -> dict[str, list[Links]]:

@@ -12,7 +12,6 @@ next forward waits for each unit when it comes to it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -94,35 +93,23 @@ def predict(
     norm:  seconds of the device between the backward and the first update.
     same:  workers that share what they work with, such as cores: together they take at least the sum of their times.
     """
-    busy, passes = _busy(units, norm, pace), pace.micro_batches
-    step = _settled(units, norm, pace._replace(micro_batches=min(passes, 2)), steps)
+    passes = pace.micro_batches
+    step, busy = _settled(units, norm, pace._replace(micro_batches=min(passes, 2)), steps)
     if passes > 2:  # each further one takes what the second has added
-        step += (passes - 2) * (step - _settled(units, norm, pace._replace(micro_batches=1), steps))
+        first, busy_in_first = _settled(units, norm, pace._replace(micro_batches=1), steps)
+        step += (passes - 2) * (step - first)
+        busy = {worker: each + (passes - 2) * (each - busy_in_first[worker]) for worker, each in busy.items()}
     # Where two cycles are nearly as long as each other, steps become alike only slowly: the bounds hold at once.
     shared = [sum(busy[name] for name in group) for group in same]
     return Prediction(max(step, *busy.values(), *shared), busy)
 
 
-def _settled(units: Sequence[UnitTimes], norm: float, pace: Pace, steps: int) -> float:
-    """The mean step, once they are alike."""
+def _settled(units: Sequence[UnitTimes], norm: float, pace: Pace, steps: int) -> tuple[float, dict[str, float]]:
+    """The mean step, once they are alike, and how long each worker is busy in one."""
     run = _Simulation(units, norm, pace)
     starts = [run.step() for _ in range(steps + 1)]
     half = steps // 2
-    return (starts[-1] - starts[half]) / (steps - half)
-
-
-def _busy(units: Sequence[UnitTimes], norm: float, pace: Pace) -> dict[str, float]:
-    passes = pace.micro_batches
-    each = passes if pace.each else 1
-    return {
-        DEVICE: norm + math.fsum(passes * (unit.forward + unit.backward) + unit.stay for unit in units),
-        LINK: math.fsum(passes * (unit.gather + unit.regather) + each * unit.reduce + unit.publish for unit in units),
-        DOWN: math.fsum(each * unit.down + unit.back for unit in units),
-        HOST: math.fsum(unit.update for unit in units),
-        UP: math.fsum(unit.up + unit.bring + 2 * passes * unit.fetch for unit in units),
-        READ: math.fsum(unit.read for unit in units),
-        WRITE: math.fsum(unit.write for unit in units),
-    }
+    return (starts[-1] - starts[half]) / (steps - half), {at: each / (steps + 1) for at, each in run.busy.items()}
 
 
 class _Simulation:
@@ -132,6 +119,7 @@ class _Simulation:
         self._units = units
         self._norm = norm
         self._pace = pace
+        self.busy = dict.fromkeys(WORKERS, 0.0)
         self._free = dict.fromkeys(WORKERS, 0.0)
         self._shown = [0.0] * len(units)  # when the parameters of the last step are where they rest
         self._stored = [0.0] * len(units)  # when the state of the last step is where it rests
@@ -195,5 +183,6 @@ class _Simulation:
 
     def _do(self, worker: str, seconds: float, after: float = 0.0) -> float:
         """A job of this worker, not before `after`; when it has ended."""
+        self.busy[worker] += seconds
         self._free[worker] = end = max(self._free[worker], after) + seconds
         return end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 from zero.tools.report.written_run import Event, NoRunFolder, WrittenRank, read
@@ -26,18 +26,13 @@ def rows(folder: str) -> list[list[str]]:
         return [_row(rank, rank.steps()) for rank in (first, *others)]
     steps = first.steps()
     job = dict(zip(HEAD, _row(first, steps), strict=True)) | {"rank": "all", "phase": "", "waits": "", "memory": ""}
-    own = [_own(step, theirs) for step, *theirs in _together(steps, [rank.steps() for rank in others])]
+    known = [{step["step"]: step for step in rank.steps()} for rank in others]
+    own = [_own(step, [theirs.get(step["step"]) for theirs in known]) for step in steps]
     return [list(job.values()), _row(first, own), *(_row(rank, rank.steps()) for rank in others)]
 
 
-def _together(steps: Sequence[Event], others: Sequence[Sequence[Event]]) -> Iterator[tuple[Event | None, ...]]:
-    """Each of rank 0's steps with that of each other rank; None where one has not written it."""
-    known = [{step["step"]: step for step in theirs} for theirs in others]
-    return ((step, *(theirs.get(step["step"]) for theirs in known)) for step in steps)
-
-
 def _own(step: Event, others: Sequence[Event | None]) -> Event:
-    """What is rank 0's of its step; without samples and tokens where that is not known."""
+    """What is rank 0's of its step; without samples and tokens where another, None, has not written it yet."""
     whole = None not in others
     counts = {what: step[what] - sum(each[what] for each in others) if whole else None for what in _COUNTS}
     return {**step, **counts, "loss": None}

@@ -10,7 +10,7 @@ from typing import Any
 from zero.config import Config
 from zero.launch.contract import ASSIGNED
 from zero.tools.assigned_run import AssignedRun, wrap
-from zero.tools.check.plain_engine import PlainEngine, plain_engine
+from zero.tools.check.plain_engine import PlainEngine
 from zero.tools.check.recording import StepRecorder, load, save
 from zero.tools.check.runs import CheckRun, RunKind, overridden
 
@@ -36,7 +36,7 @@ class CheckedRun(AssignedRun):
 
     def plain_engine(self, model: Any, client: Any, model_parameters: Any, settings: Config) -> PlainEngine:
         """An unsharded engine of `model`; `settings` are those of the run."""
-        return plain_engine(model, client, model_parameters, settings, self.run.kind)
+        return PlainEngine(model, client, model_parameters, settings, self.run.kind)
 
     def watch(self, engine: Any) -> None:
         """Record this engine; the script ends when all that train have taken their steps."""

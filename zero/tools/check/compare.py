@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,36 +109,27 @@ def compare_runs(
     rows: list[ComparedRun] = []
     notes: list[str] = []
     for accumulation in accumulations:
-        runs = engine_runs(stages, accumulation, steps, offload)
-        rows += _compare(runs, accumulation, steps, train, notes)
+        plain = train(CheckRun(RunKind.PLAIN, accumulation, steps), None)
+        if plain.rules and not notes:
+            notes.append(f"{plain.rules}.")
+        measure = yardstick(plain, train(CheckRun(RunKind.NUDGED, accumulation, steps), plain))
+        # Runs with the same bits are compared with one run of plain torch; that is PLAIN where they go as it did.
+        references, bits = [(plain.bits, plain)], []
+        for run in engine_runs(stages, accumulation, steps, offload):
+            try:
+                outcome = train(run, None)
+                bits.append(outcome.bits)
+                reference = next((other for known, other in references if known == bits[-1]), None)
+                if reference is None:
+                    reference = train(CheckRun(RunKind.BESIDE, accumulation, steps, run.stage, run.places), outcome)
+                    references.append((bits[-1], reference))
+            except Failed as error:
+                rows.append(ComparedRun(run, None, None, None, f"FAILED: {error}", False))
+            else:
+                rows.append(judge(run, outcome, reference, measure))
+        if len(bits) > 1 and bits.count(bits[0]) == len(bits):
+            notes.append(f"The stages that ran agree among themselves in every bit (accumulation {accumulation}).")
     return Report(tuple(rows), tuple(notes))
-
-
-def _compare(
-    runs: Iterable[CheckRun], accumulation: int, steps: int, train: Train, notes: list[str]
-) -> list[ComparedRun]:
-    """Runs with the same bits are compared with one run of plain torch; that is PLAIN where they go as it did."""
-    plain = train(CheckRun(RunKind.PLAIN, accumulation, steps), None)
-    if plain.rules and not notes:
-        notes.append(f"{plain.rules}.")
-    measure = yardstick(plain, train(CheckRun(RunKind.NUDGED, accumulation, steps), plain))
-    references = [(plain.bits, plain)]
-    rows, bits = [], []
-    for run in runs:
-        try:
-            outcome = train(run, None)
-            bits.append(outcome.bits)
-            reference = next((other for known, other in references if known == bits[-1]), None)
-            if reference is None:
-                reference = train(CheckRun(RunKind.BESIDE, accumulation, steps, run.stage, run.places), outcome)
-                references.append((bits[-1], reference))
-        except Failed as error:
-            rows.append(ComparedRun(run, None, None, None, f"FAILED: {error}", False))
-        else:
-            rows.append(judge(run, outcome, reference, measure))
-    if len(bits) > 1 and bits.count(bits[0]) == len(bits):
-        notes.append(f"The stages that ran agree among themselves in every bit (accumulation {accumulation}).")
-    return rows
 
 
 def judge(run: CheckRun, outcome: RunRecord, reference: RunRecord, measure: Yardstick | None) -> ComparedRun:

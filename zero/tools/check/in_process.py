@@ -19,7 +19,7 @@ from zero.engine.checkpoint import random_state
 from zero.log import logger
 from zero.optim.fused import FusedShardOptimizer
 from zero.tools.check.compare import Failed, Report, compare_runs
-from zero.tools.check.plain_engine import plain_engine
+from zero.tools.check.plain_engine import PlainEngine
 from zero.tools.check.recording import RunRecord, StepRecorder, find_loss, record_of, weights
 from zero.tools.check.runs import CheckRun, RunKind, overridden
 
@@ -87,7 +87,7 @@ class Copies:
                 client = rule._kind(groups, **rule._params)
         if run.kind is not RunKind.ENGINE:
             settings = load(raw, origin.world_size, filled=False)
-            return plain_engine(model, client, groups, settings, run.kind)
+            return PlainEngine(model, client, groups, settings, run.kind)
         trained = {"optimizer": client} if client is not None else {"model_parameters": groups}
         return self._initialize(model=model, config=raw, dist_init_required=False, **trained)[0]
 

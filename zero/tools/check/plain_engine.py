@@ -61,11 +61,11 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     print = print_on_first
 
-    def __init__(self, module: nn.Module, settings: Config, kind: RunKind, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, client: Any, model_parameters: Any, settings: Config, kind: RunKind) -> None:
+        """As for `zero.initialize`; `client`: the script's optimizer; `settings` are those of the run."""
         super().__init__()
+        self.device = device = local_device()
         self.module = module.to(device)
-        self.device = device
-        self.optimizer: Any = None
         self.lr_scheduler: Any = None
         self.training_dataloader: Loader | None = None
         there = dist.is_initialized()
@@ -84,12 +84,12 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         self._sums: dict[nn.Parameter, torch.Tensor | None] = {}
         self._broadcast()
         self.masters = self._make_masters(DTYPES[settings.compute_dtype])
+        self.optimizer: Any = plain_optimizer(module, client, model_parameters, settings)
+        if self.optimizer is not None:
+            self._bind(self.optimizer)
 
-    def bind(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Take the optimizer of the module's parameters; it gets the masters in their place."""
-        self.optimizer = optimizer
-        if optimizer is None:
-            return
+    def _bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer of the module's parameters the masters in their place."""
         # The script's call is of a whole step, as with the engine; our own is of the class's.
         optimizer.step = types.MethodType(lambda _, closure=None: self.step(), optimizer)
         masters = {param: self.masters[name] for name, param in self.module.named_parameters()}
@@ -340,13 +340,6 @@ def plain_optimizer(
         kind, params = torch_arguments(kind.lower(), params)
     maker = PlainLion if kind == "Lion" else getattr(torch.optim, kind)
     return maker(groups, **{key: value for key, value in params.items() if value is not None})
-
-
-def plain_engine(model: nn.Module, client: Any, model_parameters: Any, settings: Config, kind: RunKind) -> PlainEngine:
-    """An unsharded engine of `model`; `settings` are those of the run."""
-    engine = PlainEngine(model, settings, kind, local_device())
-    engine.bind(plain_optimizer(model, client, model_parameters, settings))
-    return engine
 
 
 class PlainMuon(torch.optim.Optimizer):

@@ -15,7 +15,7 @@ from zero.tools.assigned_run import unseen
 
 
 class RunKind(enum.Enum):
-    """Who trains.
+    """Who trains; the values stand in names of runs.
 
     ENGINE: the engine, under the stage of the run;
     PLAIN:  plain torch, nothing cut, in the precision that the config says;
@@ -23,10 +23,10 @@ class RunKind(enum.Enum):
     BESIDE: plain torch from the weights and with the gradients of a run of the engine at each step.
     """
 
-    ENGINE = "engine"
-    PLAIN = "plain"
-    NUDGED = "nudged"
-    BESIDE = "beside"
+    ENGINE = ""
+    PLAIN = "plain torch"
+    NUDGED = "plain torch, nudged"
+    BESIDE = "plain torch beside "
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,9 @@ class CheckRun:
     @property
     def name(self) -> str:
         """What the table calls it."""
-        plain = {
-            RunKind.PLAIN: "plain torch",
-            RunKind.NUDGED: "plain torch, nudged",
-            RunKind.BESIDE: "plain torch beside ",
-        }
         stage = f"stage {self.stage}" if self.stage is not None else ""
         where = f", {self.places}" if self.places else ""
-        return f"{plain.get(self.kind, '')}{stage}{where}, accumulation {self.accumulation}"
+        return f"{self.kind.value}{stage}{where}, accumulation {self.accumulation}"
 
 
 def engine_runs(stages: Sequence[int], accumulation: int, steps: int, offload: bool = False) -> Iterator[CheckRun]:

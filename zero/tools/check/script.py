@@ -16,7 +16,7 @@ from zero.launch.args.scripts import CheckRequest
 from zero.tools.check.checked_run import environment
 from zero.tools.check.compare import Failed, compare_runs
 from zero.tools.check.recording import RunRecord, load
-from zero.tools.check.runs import CheckRun, RunKind, check_counts, engine_runs
+from zero.tools.check.runs import CheckRun, check_counts, engine_runs
 from zero.tools.script_runs import ScriptRuns, why_not
 
 _TAIL = 15  # lines of a run's output that are shown when it failed
@@ -66,7 +66,6 @@ class _Trainer:
         self._request = request
         self._ranks = ranks
         self._folder = folder
-        self._followed: set[int] = set()  # accumulations in which plain torch has followed a stage
         stages = len(list(engine_runs(request.stages, 1, request.steps, request.offload)))
         # For each accumulation plain torch alone, nudged, and beside one of the stages, which mostly are alike.
         self._done, self._total = 0, len(request.accumulations) * (stages + 3)
@@ -77,14 +76,15 @@ class _Trainer:
 
     def train(self, one: CheckRun, lead: RunRecord | None) -> RunRecord:
         """Run the script as `one` says; what went wrong is said at once, and raised as `Failed`."""
-        folder, begin = self._folder / one.kind.value, time.monotonic()
+        folder, begin = self._folder / one.kind.name, time.monotonic()
         shutil.rmtree(folder, ignore_errors=True)  # of the last such run, which nothing follows any more
         folder.mkdir()
         variables = environment(one, folder, lead.folder if lead is not None else None)
         status, output = self._ranks.run(variables, folder, self._request.timeout)
         outcome = load(folder) if status == 0 else None
         seconds = time.monotonic() - begin
-        self._count(one)
+        self._done += 1
+        self.bar.update()
         if outcome is not None:
             say(f"{one.name}: {seconds:.1f} s{self._left()}")
             return outcome
@@ -92,14 +92,6 @@ class _Trainer:
         tail = "\n".join(output.splitlines()[-_TAIL:])
         say(f"{one.name}: {why}" + (f"; the end of its output:\n{tail}" if tail else ", and it printed nothing"))
         raise Failed(why)
-
-    def _count(self, one: CheckRun) -> None:
-        if one.kind is RunKind.BESIDE and one.accumulation in self._followed:
-            self._total += 1  # one more than planned, which differs from those before
-            self.bar.total = self._total
-        self._followed |= {one.accumulation} if one.kind is RunKind.BESIDE else set()
-        self._done += 1
-        self.bar.update()
 
     def _left(self) -> str:
         """Where there is no bar, how far this is."""

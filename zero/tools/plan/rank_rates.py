@@ -96,10 +96,13 @@ def measure(dtype: str, width: int = 512, model: Build | None = None) -> dict[st
     # The fused step's are medians over two seconds in `zero report`; here the matter is what ranks take of each other.
     found = speed.measure(2 * _SECONDS, 1 << 23)
     step, copied = (found.fp32 if dtype == "fp32" else found.mixed) * 1e9, found.copy * 1e9
-    dtypes = dict.fromkeys(("fp32", dtype))
+    flops: dict[str, float] = {}
+    for name in dict.fromkeys(("fp32", dtype)):
+        module, turn = one_pass(name, width, device, model)
+        flops[name] = flops_of(turn) / _median(turn, device)
     rates: dict[str, Any] = {
-        "flops": {name: flops_of(name, width, device, model) for name in dtypes},
-        "recompute": {dtype: recomputing(dtype, width, device, model)},
+        "flops": flops,
+        "recompute": {dtype: recomputing(module, turn, device)},
         "device_bandwidth": _copied(device, device) if device.type == "cuda" else step,
         "host_bandwidth": step,
         "host_link": _copied(torch.device("cpu"), device) if device.type == "cuda" else copied,
@@ -116,23 +119,15 @@ def measure(dtype: str, width: int = 512, model: Build | None = None) -> dict[st
     return rates
 
 
-def flops_of(dtype: str, width: int, device: torch.device, model: Build | None) -> float:
-    """FLOP/s of forward and backward, with all that is no matrix product in them, on ranks that wait for each other."""
-    turn, flops = one_pass(dtype, width, device, model)
-    return flops / _median(turn, device)
-
-
-def one_pass(dtype: str, width: int, device: torch.device, model: Build | None) -> tuple[Callable[[], None], int]:
-    """A forward and backward, behind which ranks wait for each other, and its FLOPs."""
-    _, turn = _pass(dtype, width, device, model)
+def flops_of(turn: Callable[[], None]) -> int:
+    """Those of one pass."""
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         turn()
-    return turn, counter.get_total_flops()
+    return counter.get_total_flops()
 
 
-def recomputing(dtype: str, width: int, device: torch.device, model: Build | None) -> dict[str, float]:
-    """How many times as long forward and backward take longer, where all blocks recompute, by policy; {} without."""
-    module, turn = _pass(dtype, width, device, model)
+def recomputing(module: nn.Module, turn: Callable[[], None], device: torch.device) -> dict[str, float]:
+    """How many times as long a pass takes longer, where all blocks recompute, by policy; {} without."""
     store = InputStore(ActivationCheckpointing(), ALONE, device)
     blocks = [Recomputed(module.get_submodule(name), name, 0, 1, store) for name in sorted(blocks_of(module, ()))]
     if not blocks:
@@ -149,8 +144,8 @@ def recomputing(dtype: str, width: int, device: torch.device, model: Build | Non
     return {policy: max(0.0, times - 1.0) for policy, times in each.items()}
 
 
-def _pass(dtype: str, width: int, device: torch.device, model: Build | None) -> tuple[nn.Module, Callable[[], None]]:
-    """A model, and one forward and backward of it."""
+def one_pass(dtype: str, width: int, device: torch.device, model: Build | None) -> tuple[nn.Module, Callable[[], None]]:
+    """A model, and a forward and backward of it, behind which ranks wait for each other: the slowest one counts."""
     kind = _DTYPES[dtype]
     module, inputs = (partial(_blocks, width) if model is None else model)()
     module = module.to(device, kind).train()

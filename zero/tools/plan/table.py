@@ -199,7 +199,9 @@ def operator_lines(cost: ModelCost, by_unit: bool = False) -> Iterator[str]:
 def _operators(operators: Iterable[Operator]) -> Iterator[str]:
     operators = [each for each in operators if not each.name.startswith("empty")]  # those compute nothing
     found = sorted(operators, key=lambda each: (-each.flops, -each.nbytes, each.name))
-    width = max((len(each.name) for each in found), default=8) + 2
-    yield f"{'operator':<{width}}{'times':>10}{'GFLOP':>18}{'MB given':>18}"
-    for each in found:
-        yield f"{each.name:<{width}}{each.count:>10,}{each.flops / 1e9:>18,.3f}{each.nbytes / 1e6:>18,.3f}"
+    columns = {
+        "times": [f"{each.count:,}" for each in found],
+        "GFLOP": [f"{each.flops / 1e9:,.3f}" for each in found],
+        "MB given": [f"{each.nbytes / 1e6:,.3f}" for each in found],
+    }
+    return table_lines("operator", [each.name for each in found], columns)

@@ -185,9 +185,17 @@ def tune(request: TuneRequest) -> Tuned:
 def _own_run(
     request: TuneRequest, ranks: ScriptRuns, folder: Path
 ) -> tuple[Tried, list[Mapping[str, Any]], dict[str, Any]]:
-    """Run the script as it is: that run, the rows of its plan in the order to try them, and its configuration."""
+    """Run the script as it is: that run, the rows of its plan in the order to try them, and its configuration.
+
+    The plan is what the run wrote before its first forward. Only too little memory is a reason to go on without times.
+    """
     own = try_row(request, ranks, {"name": "the script's own"}, folder, request.limit, request.space)
-    plan = _plan(folder, own)
+    path = folder / "plan.json"
+    plan = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if "error" in plan:
+        raise Untunable(f"the model cannot be planned: {plan['error']}")
+    if not plan or own.why not in ("", OUT_OF_MEMORY):
+        raise Untunable(own.why)
     rows = ordered(plan["rows"])
     found = next((row for row in rows if row["name"] == plan["own"]), {"name": plan["own"]})
     return replace(own, row=found), rows, plan["config"]
@@ -205,42 +213,22 @@ def try_row(
     trial = Trial(row.get("sets", {}), request.steps, request.memory and request.memory * 1e9, space)
     folder.mkdir()
     status, output = ranks.run(trial.environment(folder), folder, left)
-    found = _tried(folder, row, trial, status, output, left)
-    logger.info("%s: %s", found.name, found.why or f"{1e3 * found.median:.1f} ms")
-    return found
-
-
-def _plan(folder: Path, own: Tried) -> dict[str, Any]:
-    """What the script's own run wrote before its first forward. Only too little memory is a reason to go on without."""
-    path = folder / "plan.json"
-    plan = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if "error" in plan:
-        raise Untunable(f"the model cannot be planned: {plan['error']}")
-    if not plan or own.why not in ("", OUT_OF_MEMORY):
-        raise Untunable(own.why)
-    return plan
-
-
-def _tried(
-    folder: Path, row: Mapping[str, Any], trial: Trial, status: int | None, output: str, seconds: float
-) -> Tried:
-    """What a run has left."""
-    files = sorted(folder.glob("rank-*.json"))
-    if status != 0 or not files:
-        why = why_not(folder, WARMUP + trial.steps, status, f"{seconds:.0f} s (--limit)")
-        if _OUT_OF_MEMORY.search(output):
-            why = OUT_OF_MEMORY
-        elif status:
+    found = Tried(row)
+    wrote = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank-*.json"))]
+    if status == 0 and wrote:
+        samples, wanted = wrote[0]["samples"], row.get("micro_batch", wrote[0]["samples"])
+        why = f"the script gives {samples} samples at once, and not {wanted}: its loader does not ask the configuration"
+        if samples == wanted:
+            found, why = replace(found, seconds=[wrote[0]["seconds"]], memory=max(of["memory"] for of in wrote)), ""
+    elif _OUT_OF_MEMORY.search(output):
+        why = OUT_OF_MEMORY
+    else:
+        why = why_not(folder, WARMUP + trial.steps, status, f"{left:.0f} s (--limit)")
+        if status:
             said = [line for line in output.splitlines() if line.strip() and not line.startswith("zero run: ")]
             why += f": {said[-1][:200] if said else 'it printed nothing'}"
-        return Tried(row, why=why)
-    ranks = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    memory, samples = max(rank["memory"] for rank in ranks), ranks[0]["samples"]
-    wanted = row.get("micro_batch", samples)
-    if samples != wanted:
-        why = f"the script gives {samples} samples at once, and not {wanted}: its loader does not ask the configuration"
-        return Tried(row, why=why)
-    return Tried(row, [ranks[0]["seconds"]], memory)
+    logger.info("%s: %s", found.name, why or f"{1e3 * found.median:.1f} ms")
+    return replace(found, why=why)
 
 
 def ordered(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
