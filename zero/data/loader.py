@@ -106,8 +106,7 @@ class Loader:
             if sampler is None:
                 self.sampler = RankSampler(dataset, self._partition, rank, drop_last)
             if isinstance(sampler, TokenBatchSampler):
-                sampler.check(dataset, rank, world_size)
-                self._source, self._partition = sampler, sampler.partition
+                self._source, self._partition = sampler, sampler.partition_of(dataset, rank, world_size)
             else:
                 self._source = RankBatchSampler(self.sampler, self._partition, rank, drop_last)
             seeded = SeededDataset(dataset) if num_workers else dataset

@@ -203,8 +203,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         """Whether no step is left after a place inside a pass."""
         return at.start[0] > 0 and next(self.plan(at.epoch, at.start[0]), None) is None
 
-    def check(self, dataset: Any, rank: int, world_size: int) -> None:
-        """Raise ValueError unless the lengths are of this dataset, and the batches of this rank."""
+    def partition_of(self, dataset: Any, rank: int, world_size: int) -> Partition:
+        """How passes are divided; ValueError unless the lengths are of this dataset, and the batches of this rank."""
         if (self.rank, self.world_size) != (rank, world_size):
             raise ValueError(
                 f"TokenBatchSampler: got rank {self.rank} of {self.world_size}, and a loader of rank {rank} of "
@@ -212,6 +212,7 @@ class TokenBatchSampler(Sampler[list[int]]):
             )
         if hasattr(dataset, "__len__") and len(dataset) != len(self.lengths):
             raise ValueError(f"TokenBatchSampler: got {len(self.lengths)} lengths for {len(dataset)} samples")
+        return self.partition
 
 
 def _rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:

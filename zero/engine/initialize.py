@@ -106,8 +106,7 @@ def initialize(
     _join(source, dist_init_required, distributed_port)
     layers_are_cut = any(cut_of(param) is not None for param in model.parameters())
     data = data_ranks(mesh_param, device_mesh, mpu, layers_are_cut)
-    objects = {"optimizer": optimizer, "scheduler": lr_scheduler}
-    stand_ins = [name for name, value in objects.items() if value is not None]
+    stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
     settings = _load(source, data.size, stand_ins, assigned, model)
     over = data.group, data.sharded_over(settings), data.tp
