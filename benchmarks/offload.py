@@ -209,7 +209,7 @@ def rates(one: Turn) -> str:
     # Gradient read; parameter, what is kept beside it for its exact value, and moments read and written.
     dtype = one.work.plans[0].dtype
     moments = formats.moments_nbytes(1 << 20) / (1 << 20)
-    each = itemsize + 2 * (itemsize + formats.master_nbytes(1, dtype) + moments)
+    each = itemsize + 2 * (itemsize + ITEMSIZE.get(formats.master_dtype(dtype), 0) + moments)
     return (
         f"the host updates {found.host_update / 1e6:,.0f}M parameters/s ({found.host_update * each / 1e9:.0f} GB/s, "
         f"{each:.1f} B each); the device {found.device_update / 1e6:,.0f}M; copies {found.down / 1e9:.1f} GB/s down, "

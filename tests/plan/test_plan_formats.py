@@ -82,6 +82,6 @@ def test_bytes_of_moments_and_masters() -> None:
     assert Formats(moments="8bit").moments_nbytes(1) == 2 * (1 + 4)
     assert Formats(moments="8bit", states=1).moments_nbytes(256, "fp32") == 1024
     assert Formats(states=0).moments_nbytes(1000) == 0
-    assert [Formats("fp32").master_nbytes(10, dtype) for dtype in ("fp32", "bf16", "fp16")] == [0, 40, 40]
+    assert [Formats("fp32").master_dtype(dtype) for dtype in ("fp32", "bf16", "fp16")] == [None, "fp32", "fp32"]
     # A remainder is of a bf16 parameter; what else a model holds keeps fp32 masters.
-    assert [Formats("remainder").master_nbytes(10, dtype) for dtype in ("fp32", "bf16", "fp16")] == [0, 20, 40]
+    assert [Formats("remainder").master_dtype(dtype) for dtype in ("fp32", "bf16", "fp16")] == [None, "int16", "fp32"]

@@ -21,7 +21,7 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.formats import ITEMSIZE
 from zero.sizes.choice import own_choice, scheme_of
 from zero.sizes.estimate import DeviceBytes, PlanRow, state_row
-from zero.sizes.model_trace import trace
+from zero.sizes.model_trace import inputs_of, samples_in, trace
 from zero.sizes.recorder import OperatorRecorder
 
 STEP = 3  # in the first one memory is taken that stays, and in the second one the order of uses is learnt
@@ -123,28 +123,24 @@ class Reality:
         self._sharded = sharded
         self._optimizer = optimizer
         self._steps = 0
-        self._observed: Observed | None = None
-        self._forward: _Forward | None = None
+        self._watching = contextlib.ExitStack()
 
     def after_step(self) -> bool:
         """A step has ended; whether everything is said."""
         self._steps += 1
         if self._steps == STEP - 1:
-            self._observed = Observed(self._sharded, self._optimizer).__enter__()
+            self._observed = self._watching.enter_context(Observed(self._sharded, self._optimizer))
             self._forward = _Forward(self._sharded.module, self._sharded.device.type)
+            self._watching.callback(self._forward.close)
         elif self._steps == STEP:
-            observed, forward = self._observed, self._forward
             self.close()
             if self._sharded.world.global_rank == 0:
-                self._say(self._pairs(observed.most, forward))
+                self._say(self._pairs(self._observed.most, self._forward))
         return self._steps >= STEP
 
     def close(self) -> None:
         """Stop to watch."""
-        if self._observed is not None:
-            self._observed.__exit__()
-            self._forward.close()
-        self._observed = self._forward = None
+        self._watching.close()
 
     def _pairs(self, most: DeviceBytes, forward: _Forward) -> dict[str, tuple[float, float]]:
         """By kind: bytes as planned, and as they were."""
@@ -217,16 +213,13 @@ class _Forward:
         if self._inputs is None or section.policy == "auto":
             return None
         policy = section.policy if section.modules else "none"
-        args, kwargs = self._inputs
-        leaves = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-        if not leaves or (args and kwargs):
-            return None
         try:
-            cost = trace(meta_copy(self._module), kwargs or args, config, self._device)
+            inputs = inputs_of(self._module, *self._inputs)
+            samples, cost = samples_in(inputs), trace(meta_copy(self._module), inputs, config, self._device)
         except Exception as error:  # whatever a model does on the meta device, the run goes on
             logger.info("activations are not planned: %s: %s", type(error).__name__, error)
             return None
-        return cost.activations(policy, leaves[0].shape[0]) + leaves[0].shape[0] * cost.logits_saved
+        return cost.activations(policy, samples) + samples * cost.logits_saved
 
 
 def _on_meta(leaf: Any) -> Any:

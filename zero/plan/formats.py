@@ -45,11 +45,6 @@ class Formats(NamedTuple):
             return None
         return "int16" if self.remainder(dtype) else "fp32"
 
-    def master_nbytes(self, numel: int, dtype: str) -> int:
-        """Bytes of `numel` masters beside parameters of `dtype`."""
-        kept = self.master_dtype(dtype)
-        return 0 if kept is None else ITEMSIZE[kept] * numel
-
     def remainder(self, dtype: str) -> bool:
         """Whether masters of parameters of `dtype` are stored as remainders, which is possible only for bf16."""
         return self.master == "remainder" and dtype == "bf16"

@@ -7,6 +7,7 @@ that gives tensors of the right shapes, so a unit like another one costs no seco
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,11 @@ def trace(model: nn.Module, inputs: Inputs, settings: Config, device: str = "cud
             param.data = values
     note = f"Under torch.autocast all is counted in {dtype}; what it leaves in fp32, such as norms, takes twice that."
     return replace(cost, notes=(*cost.notes, note)) if settings.autocast_dtype else cost
+
+
+def inputs_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
+    """The arguments of a call, as `trace` takes them."""
+    return inspect.signature(model.forward).bind(*args, **kwargs).arguments if args and kwargs else kwargs or args
 
 
 def arguments(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import json
 import os
@@ -28,7 +27,7 @@ from zero.memory.available import available_nbytes, give_back
 from zero.sizes.choice import StageChoice, own_choice
 from zero.sizes.cost import POLICIES
 from zero.sizes.estimate import PlanRow
-from zero.sizes.model_trace import trace
+from zero.sizes.model_trace import inputs_of, trace
 from zero.sizes.rates import Rates
 from zero.tools.assigned_run import AssignedRun, unseen, wrap
 from zero.tools.plan.rank_rates import measure
@@ -156,11 +155,8 @@ class TriedRun(AssignedRun):
         settings = config.model_copy(update={"raw": {**config.raw, "train_batch_size": config.train_batch_size}})
         if self._trial.memory is not None:
             rates = dataclasses.replace(rates, device_memory=self._trial.memory / USABLE)
-        inputs = kwargs or args
-        if kwargs and args:
-            inputs = inspect.signature(model.forward).bind(*args, **kwargs).arguments
         try:
-            cost = trace(model, inputs, settings, device)
+            cost = trace(model, inputs_of(model, args, kwargs), settings, device)
         except ValueError as error:
             return {"error": str(error)}
         setup = Setup(model, cost, settings, rates, settings.world_size, device != "cpu")
