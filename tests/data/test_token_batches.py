@@ -5,11 +5,14 @@ All ranks plan alike without a message, and a resumed pass goes on with what is 
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import logging
 import math
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -293,3 +296,82 @@ def test_best_fit_wastes_little(sizes):
     sums = sorted(sum(sizes[at] for at in part) for part in lists)
     assert all(total <= 20 for total in sums)
     assert len(sums) < 2 or sums[0] + sums[1] > 20, "two lists that would be one"
+
+
+class Tokens(Numbers):
+    def __getitem__(self, index: int) -> dict:
+        return {"input_ids": [index] * LENGTHS[index]}
+
+
+def trained(folder: str, resumed: bool, steps: int | None) -> list[int]:
+    """The samples that a rank is given, by an engine whose checkpoint goes on with them."""
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "optimizer": {"type": "SGD"}}
+    engine, *_ = zero.initialize(model=torch.nn.Linear(1, 1), config=config)
+    sampler = TokenBatchSampler(LENGTHS[:200], BUDGET, accumulation=2)
+    engine.training_dataloader = engine.deepspeed_io(Tokens(200), data_sampler=sampler, collate_fn=pack_row)
+    if resumed:
+        engine.load_checkpoint(folder)
+    seen = []
+    for row in itertools.islice(engine.training_dataloader, None if steps is None else 2 * steps):
+        assert row["input_ids"].numel() <= BUDGET
+        seen += row["input_ids"][0, row["cu_seq_lens_q"][:-1]].tolist()
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        engine.step()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    return seen
+
+
+def pack_row(examples: list[dict]) -> dict:
+    (row,) = zero.pack(examples, BUDGET)
+    return row
+
+
+def test_a_checkpoint_goes_on_with_the_samples_that_are_left_on_fewer_ranks(pool, tmp_path):
+    first = pool.run(2, trained, str(tmp_path), False, 3)
+    second = pool.run(1, trained, str(tmp_path), True, None)
+    seen = list(itertools.chain(*first, *second))
+    assert all(first) and len(seen) == len(set(seen)) >= 199
+
+
+TRAINER = """
+import sys, torch, zero
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+data = [{"input_ids": [index % 64] * (1 + 7 * index % 30), "index": index} for index in range(60)]
+seen = []
+
+class TokenTrainer(Trainer):
+    def get_train_dataloader(self):
+        lengths = [len(each["input_ids"]) for each in data]
+        sampler = zero.TokenBatchSampler(lengths, 60, accumulation=2)
+        loader = DataLoader(data, batch_sampler=sampler, collate_fn=self.collate)
+        loader.set_epoch = sampler.set_epoch
+        return loader
+
+    def collate(self, examples):
+        seen.append([each["index"] for each in examples])
+        return zero.pack(examples, 60)[0]
+
+sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+how = dict(num_train_epochs=2, gradient_accumulation_steps=2, report_to=[], use_cpu=True, disable_tqdm=True)
+args = TrainingArguments(sys.argv[1], save_steps=1 if len(sys.argv) == 2 else 100, **how)
+trainer = TokenTrainer(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=data)
+trainer.train(*sys.argv[2:])
+print(seen)
+"""
+
+
+@pytest.mark.long
+def test_trainer_goes_through_epochs_and_resumes_in_the_second(tmp_path):
+    pytest.importorskip("transformers")
+    found = []
+    for more in ([], [str(tmp_path / "checkpoint-9")], [str(tmp_path / "checkpoint-12")]):
+        words = [sys.executable, "-c", TRAINER, str(tmp_path), *more]
+        done = subprocess.run(words, check=True, capture_output=True, text=True)
+        found.append(ast.literal_eval(done.stdout.splitlines()[-1]))
+    sampler = of(1, lengths=[1 + 7 * index % 30 for index in range(60)], budget=60, accumulation=2)
+    first, second = list(sampler), list(sampler)
+    assert len(first) == 18
+    assert found == [first + second, second, second[6:]]
