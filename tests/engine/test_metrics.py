@@ -6,6 +6,8 @@ import contextlib
 import io
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import zero
+from zero.tools.report.written_run import read
 
 COUNT = 777
 
@@ -215,3 +218,25 @@ def test_values_of_the_script_stand_in_the_line_of_the_step(caplog: pytest.LogCa
     for wrong, text in (([1], "got list, wanted a mapping"), ({"a": torch.ones(2)}, "got shape (2,) for 'a'")):
         assert text in said_by(lambda wrong=wrong: engine.log(wrong))
     engine.destroy()
+
+
+def test_values_may_be_of_a_step_that_has_ended_and_come_behind_the_last(tmp_path: Path) -> None:
+    engine, _ = engine_of(zero={"report": str(tmp_path / "run")})
+    told: list[tuple[str, float, int]] = []
+    engine.monitor.add(SimpleNamespace(write_events=told.extend))
+    for _ in range(2):
+        engine.backward(engine(torch.ones(8, 4)).sum())
+        engine.step()
+    engine.log({"accuracy": 0.25}, step=1)
+    engine.log({"accuracy": 0.5}, step=2)
+    assert "log(step=4): wanted the number of a step that has ended, from 1 to 2" in said_by(
+        lambda: engine.log({}, step=4)
+    )
+    engine.log({"final": torch.tensor(0.75)})
+    per_step = engine.global_samples // 2
+    engine.destroy()
+    names = ("accuracy", "final")
+    found = [(name.rpartition("/")[2], value, at) for name, value, at in told if name.endswith(names)]
+    assert found == [("accuracy", 0.25, per_step), ("accuracy", 0.5, 2 * per_step), ("final", 0.75, 2 * per_step)]
+    first, second = read(tmp_path / "run").ranks[0].steps()
+    assert (first["values"], second["values"]) == ({"accuracy": 0.25}, {"accuracy": 0.5, "final": 0.75})

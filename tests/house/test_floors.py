@@ -44,7 +44,7 @@ STEPS_OF_CORE = {"zero.core": 0} | {
     f"zero.core.{name}": number
     for number, names in {
         0: "torch_private state",
-        1: "world tensors tree leaf",
+        1: "world tensors tree leaf micro_batches",
         2: "comm mesh released",
         3: "agree accumulator master param_buffer owner",
         4: "reduction shard initial_values",
@@ -54,7 +54,7 @@ STEPS_OF_CORE = {"zero.core": 0} | {
         8: "offload conversion finite init.builder",
         9: "ratio prefetcher",
         10: "streaming reducer",
-        11: "hooks",
+        11: "hooks rounds",
         12: "sharded_module",
         13: "access values",
     }.items()

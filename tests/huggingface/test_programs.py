@@ -56,6 +56,23 @@ def test_a_script_has_the_same_bits_on_all_stages_and_resumed(
     assert not (tmp_path / f"{resumed}-resumed/checkpoint-{KEPT}").exists()  # it went on, and did not begin again
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("number", [2, 3])
+def test_sft_has_the_losses_of_one_plain_process(door: Pool, tiny: Path, tmp_path: Path, number: int) -> None:
+    script = Path(importlib.util.find_spec("trl").origin).parent / "scripts" / "sft.py"
+    write_rows(tmp_path / "data", "sft")
+    config = tmp_path / "zero.json"
+    config.write_text(json.dumps(settings(number)))  # TRL divides by the tokens of the step itself
+    logs = []
+    for world, place in (1, {"use_cpu": "True"}), (2, {"deepspeed": config}):
+        out = tmp_path / str(world)
+        given = {"model_name_or_path": tiny, "dataset_name": tmp_path / "data", "output_dir": out, **place}
+        steps = {"gradient_accumulation_steps": 2 // world, "eval_strategy": "no"}
+        door.run(world, run_script, str(script), *words({**given, **TRL, **steps}))
+        logs.append([entry["loss"] for entry in logged(out) if "loss" in entry])
+    assert len(logs[0]) == STEPS and logs[1] == pytest.approx(logs[0], rel=1e-5)
+
+
 # --- the scripts of the page -----------------------------------------------------------------------------------------
 
 

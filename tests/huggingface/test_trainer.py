@@ -72,3 +72,21 @@ def test_the_best_model_is_loaded_at_the_end(door: Pool, tiny: Path, tmp_path: P
     assert Path(chosen).name == "checkpoint-3"
     saved = load_file(Path(chosen) / "model.safetensors")
     assert sums == {key: (value.double().sum().item(), value.double().norm().item()) for key, value in saved.items()}
+
+
+TOKENS = {"zero": {"mean": "tokens"}, "optimizer": OPTIMIZER}
+BY_LENGTH = {"attention_dropout": 0.0, "train_sampling_strategy": "group_by_length"}
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_the_mean_over_tokens_is_that_of_one_plain_process(door: Pool, tiny: Path, tmp_path: Path, number: int) -> None:
+    """Micro-batches of samples of one length, so that each has another number of tokens."""
+    one, two = ({"gradient_accumulation_steps": 2 // world, **BY_LENGTH} for world in (1, 2))
+    losses, weights, _ = door.run(1, trained, str(tiny), f"{tmp_path}/plain", None, **one)[0]
+    json, out = settings(number) | TOKENS, str(tmp_path / "out")
+    for world, more in ((1, one), (2, two), (2, two | {"average_tokens_across_devices": False})):
+        found, ended, _ = door.run(world, trained, str(tiny), out, json, **more)[0]
+        for name, digests in weights.items():
+            assert ended[name] == pytest.approx(digests, rel=1e-4, abs=1e-4)
+        if more.get("average_tokens_across_devices", True):  # else Trainer logs a mean of means
+            assert found == pytest.approx(losses, rel=1e-5, abs=0)

@@ -33,9 +33,10 @@ def load(
 
     `source` is the path of a JSON or hjson file, or a dict. Raises `ConfigError` with one line for everything
     that is wrong, also for each `"auto"` that no default can replace. With `filled=False` the config is one that
-    Hugging Face has not filled in yet: "auto" counts as not given, and if no batch size is given, the micro-batch
-    is 1. `stand_ins` are sections that the script replaces by its own objects. `checks`: by section, a function that
-    finds problems of its `type` and `params` that need torch to be known.
+    Hugging Face has not filled in yet: "auto" counts as not given. If no batch size is given then, or where the script
+    ends its steps by itself, the micro-batch is 1. `stand_ins` are sections that the script replaces by its own
+    objects. `checks`: by section, a function that finds problems of its `type` and `params` that need torch to be
+    known.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size: got {show(world_size)}, wanted an integer of at least 1")
@@ -50,7 +51,7 @@ def load(
     batch = None
     if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):
         train, micro, steps = (getattr(file, name) for name in (TRAIN, MICRO, STEPS))
-        if not filled and train is None and micro is None:
+        if train is None and micro is None and not (filled and file.managed_gradient_accumulation):
             micro = 1
         try:
             batch = resolve(train, micro, steps, world_size)
@@ -58,7 +59,8 @@ def load(
             errors.append(str(error))
     if batch is not None and file.zero.reduce == "tree":
         errors += filter(None, [tree_error(batch.steps, world_size)])
-    errors += [*rules.precision(file), *rules.storage(file), *rules.graphs(file), *rules.quantized(file)]
+    errors += [*rules.precision(file), *rules.storage(file), *rules.graphs(file), *rules.means(file)]
+    errors += rules.quantized(file)
     if not any(line.startswith("zero_optimization.stage") for line in errors):
         errors += rules.sharding(file, world_size)
     for warning in walk.warnings:

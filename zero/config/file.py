@@ -87,7 +87,8 @@ class File(Section):
     """Whether gradients are averaged or summed over the ranks."""
     sparse_gradients: Annotated[Bool, Unavailable("is not available in this release; gradients are dense")] = False
     managed_gradient_accumulation: Bool = True
-    """Count micro-batches up to the optimizer step; false leaves that to the script."""
+    """Count micro-batches up to the optimizer step. false: each `step()` ends one, ranks may have run different numbers
+    of micro-batches, none included, and the mean is over all of them; no batch size is needed then."""
     disable_allgather: Annotated[Bool, NOTHING_TO_SET] = False
     vocabulary_size: Annotated[Positive | None, NOTHING_TO_SET] = None
     graph_harvesting: Bool = False
@@ -158,6 +159,11 @@ class File(Section):
         return self.fp16.enabled or self.autocast_dtype == "fp16"
 
     @property
+    def reduces_each(self) -> bool:
+        """Whether each micro-batch is reduced by itself at every stage: a tree has one leaf for each."""
+        return self.zero.reduce_every_micro_batch or self.zero.reduce == "tree"
+
+    @property
     def shard_sizes(self) -> dict[str, int]:
         """The keys that limit how many ranks state is cut over, with their values; empty if none does."""
         values = {
@@ -188,8 +194,15 @@ class Config(File):
         return 1 if size == self.world_size else size
 
     @property
+    def counted(self) -> bool:
+        """Whether the mean is over what the micro-batches of a step count, which is known at its end only."""
+        return self.zero.mean == "tokens" or not self.managed_gradient_accumulation
+
+    @property
     def gradient_factor(self) -> float:
-        """The factor for the sum of gradients over all micro-batches of all ranks."""
+        """The factor for the sum of gradients over all micro-batches of all ranks; see `counted`."""
+        if self.counted:
+            return float(self.world_size) if self.gradient_allreduce_op == "sum" else 1.0
         ranks = 1 if self.gradient_allreduce_op == "sum" else self.world_size
         return 1.0 / (ranks * self.gradient_accumulation_steps)
 

@@ -116,6 +116,17 @@ def graphs(file: File) -> Iterator[str]:
         yield from (f"graph_harvesting: got true with {text}" for text, there in why.items() if there)
 
 
+def means(file: File) -> Iterator[str]:
+    """Rules about a mean over tokens: a gradient is multiplied by their number before it travels and adds up."""
+    dtypes = {
+        "communication_data_type": file.communication_data_type,
+        "data_types.grad_accum_dtype": file.data_types.grad_accum_dtype,
+    }
+    for key, dtype in dtypes.items() if file.zero.mean == "tokens" else ():
+        if dtype == "fp16":
+            yield f"{key}: got 'fp16' with zero.mean 'tokens', whose sums leave its range; use 'bf16' or 'fp32'"
+
+
 def sharding(file: File, world_size: int) -> Iterator[str]:
     """Rules about the stage, offload, and groups of ranks smaller than the world."""
     zero = file.zero_optimization

@@ -204,6 +204,11 @@ class Zero(Section):
     by its reduce-scatter, which adds in the dtype sent, in its own order. "tree": in a fixed binary tree over the
     micro-batches of one optimizer step, which gives the same bits at every world size and takes a power of two of
     micro-batches. "auto" is "backend" for fp32 over NCCL and for ranks of several machines, else "ranks"."""
+    mean: choice("micro_batches", "tokens") = "micro_batches"
+    """What the gradient of a step is the mean over: "micro_batches", each of one weight, or "tokens", all that count on
+    all ranks and in all micro-batches, as engine.backward(loss, tokens=n) tells."""
+    drop_last_window: Bool = False
+    """Drop the gradients of a step that the end of a pass over the training data leaves incomplete."""
     timeout: Seconds = TIMEOUT
     """Seconds that a rank waits for another before the job ends with a report of which rank waits for what."""
     check_order: Bool = False

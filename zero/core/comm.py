@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from zero.core.tree import sum_tree
-from zero.core.world import Axis, local_device
+from zero.core.world import Axis, backend_of, local_device
 from zero.kernels.bucket import sum_rows
 from zero.kernels.wire import sum_messages
 from zero.plan.formats import WIRE_BLOCK, WIRE_RECORD
@@ -38,6 +38,7 @@ PIECE = 64_000 * WIRE_RECORD  # where elements have 8 bits: bytes, of whole reco
 FIRST_TAG = 1 << 20
 # Each engine has so many tags. They are used again by the engine that comes so many engines later: a tag has 31 bits.
 TAGS, ENGINES = 1 << 17, 1 << 12
+WORDS = TAGS - 1  # the tag of what is told, in order
 DEAL_TAG = FIRST_TAG - 1  # what is dealt follows one order, so that one tag is enough
 
 # torch 2.13 renamed both and warns on the old names; older releases have only those.
@@ -282,6 +283,52 @@ def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm"
         work = _all_gather(out, values.contiguous(), group=axis.group, async_op=True)
     axis.watchdog.wait((work,), collective, on_host=read)
     return out.view(axis.size, -1)
+
+
+class Word(NamedTuple):
+    """Numbers on their way to one rank. Keeps the memory of the message alive."""
+
+    work: dist.Work
+    numbers: torch.Tensor
+
+    @property
+    def done(self) -> bool:
+        """Whether the message has left."""
+        return self.work.is_completed()
+
+
+def tell(numbers: Sequence[int], places: Sequence[int], axis: Axis) -> list[Word]:
+    """Send numbers to the ranks at these places, which `hear` as many; each word is to be kept until it is `done`.
+
+    It is no collective, and not counted as one: ranks compare how many of these each has begun.
+    """
+    sent = torch.tensor(numbers, device=words_device(axis))
+    tag = _own_tag(WORDS, axis)
+    return [Word(dist.isend(sent, group=axis.group, group_dst=place, tag=tag), sent) for place in places]
+
+
+def delivered(words: Sequence[Word], axis: Axis) -> None:
+    """Wait until these have been heard."""
+    collective = Collective("words that others hear", "", axis.watchdog.status.number + 1)
+    axis.watchdog.wait([word.work for word in words], collective)
+
+
+def hear(count: int, place: int, axis: Axis, what: str) -> list[int]:
+    """The next `count` numbers that the rank at this place tells; blocking. `what` they are, for messages."""
+    if not count:
+        return []
+    heard = torch.empty(count, dtype=torch.int64, device=words_device(axis))
+    collective = Collective(what, "", axis.watchdog.status.number + 1)  # it comes before the next one
+    with axis.watchdog.sending(collective):
+        work = dist.irecv(heard, group=axis.group, group_src=place, tag=_own_tag(WORDS, axis))
+    axis.watchdog.wait((work,), collective, on_host=True)
+    return heard.tolist()
+
+
+def words_device(axis: Axis) -> torch.device:
+    """Where numbers lie that the host sends: in its own memory, if the backend can."""
+    there = axis.size == 1 or backend_of(axis.group, torch.device("cpu")) == "gloo"
+    return torch.device("cpu") if there else local_device()
 
 
 def _sent(full: torch.Tensor, axis: Axis) -> int:

@@ -82,6 +82,11 @@ class Forecast:
         self._resume: Position = START  # where a forward without gradients has interrupted a step
 
     @property
+    def order(self) -> Sequence[int]:
+        """The uses of the last step."""
+        return self._order
+
+    @property
     def coming(self) -> Sequence[int]:
         """The uses that are expected next."""
         return to_come(self._order, self._position)
@@ -100,6 +105,10 @@ class Forecast:
     def resume(self) -> None:
         """It has ended."""
         self._position = self._resume
+
+    def learn(self, order: Iterable[int]) -> None:
+        """Take the uses of another rank's step for those of the last one here."""
+        self._order = tuple(order)
 
     def end_step(self, learn: bool) -> None:
         """A backward has ended; after one that raised there is nothing to `learn`."""
@@ -155,7 +164,8 @@ class ParamPrefetcher:
     one: after each, units expected next are gathered too, so that they travel while one computes.
 
     backwards: how many backwards have ended: the number of the one that runs;
-    forecast:  what is expected to be used next.
+    forecast:  what is expected to be used next;
+    on_forward: called when a forward begins that builds a graph, before anything is gathered.
     """
 
     def __init__(self, units: Sequence[Unit], limits: Limits) -> None:
@@ -169,6 +179,7 @@ class ParamPrefetcher:
         self._calls: list[Call] = []  # hooked modules that are in their forward, the innermost last
         self._methods: list[Call] = []  # methods that run as a forward does, outside of any; likewise
         self._returned: list[tuple[Use, bool]] = []  # units inside what the root returned; whether for a backward
+        self.on_forward: Callable[[], object] = bool
         self._builds_graph = False  # the backward that runs builds a graph of itself, which reads the same parameters
         for unit in units:
             unit.on_read = self.ensure_gathered
@@ -303,7 +314,9 @@ class ParamPrefetcher:
 
     def _begin_forward(self) -> None:
         self._end_returned(lambda for_backward: not for_backward)
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self.on_forward()
+        else:
             self.forecast.interrupt()
 
     def _close(self, call: Call) -> None:

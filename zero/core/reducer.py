@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.core.finite import FirstNotFinite
+from zero.core.micro_batches import ONE, Weight, Weights
 from zero.core.prefetcher import ParamPrefetcher
 from zero.core.torch_private import after_backward, backward_node, backward_task, take_off, untransformed
 from zero.core.tree import Leaf
@@ -26,13 +27,15 @@ class Backward:
     tasks:      numbers of the backwards, inner ones too, of which autograd will tell the end;
     landed:     by unit, the parameters whose gradients came since it was last complete;
     reduced:    how many units of the order have begun their reduction, the travelling ones among them;
-    loss_scale: what its loss was multiplied by, if it was told.
+    loss_scale: what its loss was multiplied by, if it was told;
+    weight:     of its micro-batch.
     """
 
     tasks: set[int] = field(default_factory=set)
     landed: dict[int, set[int]] = field(default_factory=dict)
     reduced: int = 0
     loss_scale: float | None = None
+    weight: Weight = ONE
 
 
 class Reducer:
@@ -47,7 +50,10 @@ class Reducer:
     loss_scale: gives the loss scale, which may have to be waited for (the optimizer's);
     divisor:  what they are divided by before they travel, besides;
     rounds:   backward passes flushed so far;
-    pending:  one was flushed without a reduction; alike on all ranks, unlike what each got in it;
+    pending:  one was flushed without a reduction; alike on all ranks, unlike what each got in it, but where each step
+              is one reduction whose ranks have run different numbers of backwards;
+    weights:  of the backwards of this step on this rank;
+    on_begin, on_finish: called before anything else of a backward, and once all of its reductions have begun;
     on_last: called when the last backward of a step begins, before any gradient lands;
     on_flush: called at the end of every backward, after the gradients.
     """
@@ -66,6 +72,9 @@ class Reducer:
         self.finite = finite
         self.rounds = 0
         self.pending = False
+        self.weights = Weights()
+        self.on_begin: Callable[[], object] = bool
+        self.on_finish: Callable[[], object] = bool
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
         self._every_micro_batch = sharding.grads
         self._prefetcher = prefetcher
@@ -93,7 +102,8 @@ class Reducer:
     def begin(self) -> Backward:
         """Note that a backward runs, and ask autograd to tell when it has ended."""
         if self._backward is None:
-            self._backward = Backward()
+            self.on_begin()
+            self._backward = Backward(weight=self.weights.take())
             self.finite.begin()
             if self.boundary:
                 self.on_last()
@@ -110,16 +120,31 @@ class Reducer:
     def flush(self) -> None:
         """End a backward: fire what has not fired, in order, and wait until all sums are there."""
         if self._backward is None:
+            self.on_begin()
+            self._backward = Backward(weight=self.weights.take())
             self.finite.begin()  # it reached none of our parameters, and counts all the same
+        self.weights.counts.append(self._backward.weight.count)
         self.end()
 
-    def end(self, force: bool = False) -> None:
-        """Reduce what is here; collective. Off the boundary gradients stay local where they may, unless `force`d."""
+    def follow(self) -> None:
+        """Another rank has begun the next reduction of a micro-batch that this rank does not have: add zeros."""
+        if self._backward is None:
+            self._backward = Backward()
+            self.finite.begin()
+        self._fire(self._backward)
+
+    def end(self, force: bool = False, followed: bool = False) -> None:
+        """Reduce what is here; collective. Off the boundary gradients stay local where they may, unless `force`d.
+
+        `followed`: of a backward that other ranks have run.
+        """
         backward = self._backward or Backward()
         fires = force or self._fires
         if fires:
             while backward.reduced < len(self._order):
                 self._fire(backward)
+            if not followed:
+                self.on_finish()
             for unit in self._order:
                 unit.gradients.finish()
         self.pending = not fires
@@ -131,7 +156,7 @@ class Reducer:
         self.rounds += 1
         self.leaf = self.leaf._replace(backward=self.leaf.backward + 1)
         self._prefetcher.end_of_backward()
-        for call in [*self.on_flush]:  # one may end itself
+        for call in [*self.on_flush] if not followed else ():  # one may end itself
             call()
 
     def end_micro_batch(self, last: bool) -> None:
@@ -167,6 +192,7 @@ class Reducer:
             unit.gradients.drop()
         self.finite.clear()
         self.pending = False
+        self.weights.forget()
 
     def abandon(self) -> None:
         """After an exception: forget the gradients, with what was rounded away, and the backward that brought them."""
@@ -232,7 +258,10 @@ class Reducer:
                 "gradients must be dense (nn.Embedding: sparse=False)"
             )
         backward = self.begin()
-        unit.gradients.take(index, grad, self._landing_factor(backward))
+        if backward.weight.factor:
+            unit.gradients.take(index, grad, self._landing_factor(backward))
+        else:
+            unit.gradients.skip(index)  # whatever a mean over nothing is, NaN perhaps
         landed = backward.landed.setdefault(unit.index, set())
         landed.add(index)
         if len(landed) == len(unit.params):
@@ -253,7 +282,7 @@ class Reducer:
                     "use engine.backward(loss) or engine.scale(loss).backward()",
                     scale,
                 )
-        return scale / ((backward.loss_scale or 1.0) * self.divisor)
+        return scale / ((backward.loss_scale or 1.0) * self.divisor) * backward.weight.factor
 
     def _fire(self, backward: Backward) -> None:
         """Send the next unit's gradient, then go on with those before it, which have had a unit's time to arrive."""

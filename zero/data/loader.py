@@ -53,7 +53,10 @@ class Loader:
         dataset, batch_size: as given.
         sampler: the source of this rank's indices; None for an IterableDataset.
         on_batch: called with each batch before it is yielded, unless None.
+        on_end: called when a pass has ended.
     """
+
+    on_end: Callable[[], object] = bool
 
     def __init__(
         self,
@@ -153,6 +156,7 @@ class Loader:
             batch = next(batches, _END)
             if batch is _END:
                 self._here = self._partition.begin(at.epoch + 1)
+                self.on_end()
                 return
             if self.on_batch is not None:
                 self.on_batch(self._counts(at))

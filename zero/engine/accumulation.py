@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from zero.config import Config
+from zero.core.rounds import Rounds
 from zero.core.sharded_module import ShardedModule
 from zero.engine.status import Status
+from zero.log import log_once
+from zero.optim.norm import RankReport
 from zero.optim.optimizer import ZeroOptimizer
 
 
@@ -47,6 +51,7 @@ class Accumulation:
         self.config = config
         self.boundary: bool | None = None
         self.start = self.rounds = self.samples = 0
+        self.more = 1.0
         self._block = Block.NONE
         self._running = Running.NEW
         self._counted = False  # the running micro-batch, by its backward
@@ -56,6 +61,10 @@ class Accumulation:
         self._status = status
         ended = weakref.WeakMethod(self._backward_ended)  # weak, as we hold the reducer
         sharded.reducer.on_flush.append(lambda: (ended() or bool)())
+        self.rounds_of_ranks: Rounds | None = None
+        if not config.managed_gradient_accumulation:
+            parts = sharded.units, sharded.world, sharded.prefetcher, sharded.reducer
+            self.rounds_of_ranks = Rounds(*parts, sharded.sharding.grads)
         self._tell_reducer()
 
     def is_boundary(self) -> bool:
@@ -80,6 +89,22 @@ class Accumulation:
         if self._running is Running.BEGUN:
             self._running = Running.TOLD
         self._tell_reducer()
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Say how many micro-batches this rank runs in the step that begins, perhaps none; collective.
+
+        Ranks may run different numbers with `managed_gradient_accumulation: false` only. Said beforehand, it saves one
+        small exchange per micro-batch at stage 3 and where gradients are reduced after each. ValueError for what is no
+        count, on all ranks; RuntimeError inside of a step. A micro-batch too many raises, and so does a `step()` that
+        comes too early.
+        """
+        self._status.check()
+        if self.rounds_of_ranks is None:
+            raise RuntimeError(
+                "begin_step() needs managed_gradient_accumulation false in the JSON; it is true, so each step has "
+                f"gradient_accumulation_steps={self.config.gradient_accumulation_steps} micro-batches on every rank"
+            )
+        self.rounds_of_ranks.begin_step(micro_batches)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -158,7 +183,7 @@ class Accumulation:
         steps = train_batch_size // per_round
         self._configure(train_batch_size=train_batch_size, gradient_accumulation_steps=steps)
         if self._optimizer is not None:
-            self._optimizer.bind(self._sharded, self.config.gradient_factor)
+            self._optimizer.bind(self._sharded, self.config.gradient_factor, self.config.counted)
         self._sharded.accumulate_over(steps)
         self.start = self._status.micro_steps
         self._tell_reducer()
@@ -179,38 +204,74 @@ class Accumulation:
         return max(counted, min(reducer.rounds - self.rounds, steps), 1)
 
     @contextlib.contextmanager
-    def ending_micro_batch(self) -> Iterator[bool]:
-        """Around a `step()`: gives whether it is at the boundary, and counts the micro-batch if it succeeds."""
+    def ending_micro_batch(self, partial: bool) -> Iterator[bool]:
+        """Around a `step()`: gives whether it is at the boundary, and counts the micro-batch if it succeeds.
+
+        `partial`: it is, after fewer micro-batches than a step has.
+        """
         config, reducer = self.config, self._sharded.reducer
         if self._block in (Block.NO_SYNC, Block.COALESCING):
             raise RuntimeError(
                 f"It is illegal to call Engine.step() {self._block.value}; leave the block first, as with no_sync"
             )
-        if self.idle and not (self.boundary and self.pending()):
+        alone = self.rounds_of_ranks is None or self._sharded.world.size == 1  # else other ranks may have had one
+        if self.idle and alone and not ((self.boundary or partial) and self.pending()):
             raise RuntimeError(
                 "step() without a backward since the last step(), so there is no gradient for it: call "
                 "engine.backward(loss) before each step(), once per micro-batch (loss.backward() does not count where "
                 "it reaches no parameter of this engine). engine.step() and optimizer.step() are the same: call one"
             )
-        self.samples = config.train_batch_size
-        if not config.managed_gradient_accumulation:
+        self.samples, self.more, more = config.train_batch_size, 1.0, not self._counted
+        if partial or not config.managed_gradient_accumulation:
             self._block = Block.STEPPING
-            rounds = reducer.rounds - self.rounds
-            self.samples = rounds * config.train_micro_batch_size_per_gpu * config.world_size
+        if partial and config.managed_gradient_accumulation:
+            more = more and not self.idle
+            ran = max(1, self._status.micro_steps - self.start + more)
+            self.samples = ran * config.train_micro_batch_size_per_gpu * config.world_size
+            self.more = 1.0 if config.counted else config.gradient_accumulation_steps / ran
         boundary = self.is_boundary()
         try:
             yield boundary
-            self._status.micro_steps += not self._counted
+            self._status.micro_steps += more
             self._end_micro_batch(boundary)
             self._seen = reducer.rounds
             if self._block is Block.COALESCED:
                 self._block = Block.NONE
             if boundary:
                 self.start, self.rounds = self._status.micro_steps, reducer.rounds
+                if self.rounds_of_ranks is not None:
+                    self.rounds_of_ranks.reset()
         finally:
             if self._block is Block.STEPPING:
                 self._block = Block.NONE
             self._tell_reducer()
+
+    def join(self) -> None:
+        """Take part in what other ranks still run of the step; collective."""
+        if self.rounds_of_ranks is not None:
+            self.rounds_of_ranks.join()
+
+    def count_samples(self, reports: Mapping[int, RankReport]) -> None:
+        """Let `samples` be those of a step whose ranks have run as many backwards as they report."""
+        if self.rounds_of_ranks is not None:
+            ran = sum(int(each.backwards) for each in reports.values()) * self._sharded.data_size // len(reports)
+            self.samples = ran * self.config.train_micro_batch_size_per_gpu
+
+    def pass_ended(self) -> None:
+        """A pass over the training data is over, perhaps inside of a step: say so, or drop what there is of that."""
+        left, steps = self.pending(), self.config.gradient_accumulation_steps
+        if not left or self.boundary is not None or not self.config.managed_gradient_accumulation:
+            return
+        if self.config.zero.drop_last_window:
+            self._sharded.reducer.drop()
+            self.restart()
+            return
+        log_once(
+            logging.WARNING,
+            f"a pass over the training data ended after {left} of {steps} micro-batches of a step, which begin a step "
+            "that the next pass completes. engine.step(partial=True) behind the loop takes a step of them, and "
+            '"zero": {"drop_last_window": true} drops them',
+        )
 
     @property
     def idle(self) -> bool:
@@ -229,6 +290,8 @@ class Accumulation:
         self._running, self._counted = Running.NEW, False
         self._status.micro_steps = self.start
         self.rounds = self._seen = self._sharded.reducer.rounds
+        if self.rounds_of_ranks is not None:
+            self.rounds_of_ranks.reset()
         if self._block is Block.COALESCED:
             self._block = Block.NONE  # what it had reduced is gone, and the block may be repeated
         self._tell_reducer()

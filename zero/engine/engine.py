@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+L = TypeVar("L", Loader, None)
 
 
 def _method_of(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -105,6 +106,7 @@ class Engine(DeepSpeedGetters, nn.Module):
 
     log_comms_summary = _method_of("_training", TrainingStep.log_comms_summary)
 
+    begin_step = _method_of("_accumulation", Accumulation.begin_step)
     set_gradient_accumulation_boundary = _method_of("_accumulation", Accumulation.set_gradient_accumulation_boundary)
     no_sync = _method_of("_accumulation", Accumulation.no_sync)
     coalesce_grad_reduction = _method_of("_accumulation", Accumulation.coalesce_grad_reduction)
@@ -141,8 +143,11 @@ class Engine(DeepSpeedGetters, nn.Module):
     state_nbytes = _method_of("_progress", Progress.state_nbytes)
     host_nbytes = _method_of("_progress", Progress.host_nbytes)
 
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+    def step(self, lr_kwargs: dict[str, Any] | None = None, *, partial: bool = False) -> None:
         """End a micro-batch; at the accumulation boundary, update the model and step the scheduler.
+
+        `partial`: here is the boundary, and the mean is over the micro-batches that there were, as behind a pass over
+        the data that ends inside of a step; it may follow the `step()` of the last one. On all ranks alike.
 
         Raises RuntimeError, and changes nothing, where there was no backward since the last step. After an exception
         that came before the first weight was changed the engine is as after one in `backward`. After a later one the
@@ -150,7 +155,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         parameters that are cut it raises on all ranks, and may be called again outside.
         """
         self._status.check_not_destroyed()
-        self._training.step(self.lr_scheduler, lr_kwargs or {})
+        self._training.step(self.lr_scheduler, lr_kwargs or {}, partial)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch that runs is the last of its optimizer step.
@@ -202,7 +207,14 @@ class Engine(DeepSpeedGetters, nn.Module):
         """
         self._status.check_not_destroyed()
         how = (batch_size, route, pin_memory, data_sampler, collate_fn, num_local_io_workers)
-        return self._metrics.follow(make_loader(self._config, self.device, self._metrics.axis.rank, dataset, *how))
+        return self._follow(make_loader(self._config, self.device, self._metrics.axis.rank, dataset, *how), route)
+
+    def _follow(self, loader: L, route: str = "train") -> L:
+        """Let the engine know the batches of a loader, if there is one, and the ends of its passes."""
+        if loader is not None and route == "train":
+            ended = weakref.WeakMethod(self._accumulation.pass_ended)
+            loader.on_end = lambda: (ended() or bool)()
+        return self._metrics.follow(loader)
 
     def check(
         self,

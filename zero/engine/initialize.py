@@ -23,7 +23,7 @@ from zero.config.sections import TIMEOUT
 from zero.core.agree import agree, alike
 from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import Meshes
-from zero.core.mixed_precision import MixedPrecisionPolicy
+from zero.core.mixed_precision import UNKNOWN, MixedPrecisionPolicy
 from zero.core.offload import is_enabled
 from zero.core.owner import cut_of
 from zero.core.refusals import in_channels_last, refusals
@@ -123,7 +123,7 @@ def initialize(
         scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
         engine = _make_engine(model, zero_optimizer, groups, settings, device, over)
         warn_of_splits(agree(digest_of_split(training_data), engine._metrics.axis))
-    engine.lr_scheduler, engine.training_dataloader = scheduler, engine._metrics.follow(loader)
+    engine.lr_scheduler, engine.training_dataloader = scheduler, engine._follow(loader)
     if assigned is not None:
         assigned.watch(engine)
     return engine, engine.optimizer, loader, scheduler
@@ -163,9 +163,8 @@ def _make_engine(
     device: torch.device,
     over: tuple[dist.ProcessGroup | None, int, int],
 ) -> Engine:
-    # A tree has one leaf for each micro-batch, so each has to be reduced by itself.
-    every = settings.zero.reduce_every_micro_batch or settings.zero.reduce == "tree"
-    sharding = Sharding.of_stage(settings.zero_optimization.stage, every)
+    stage, managed = settings.zero_optimization.stage, settings.managed_gradient_accumulation
+    sharding = Sharding.of_stage(stage, settings.reduces_each, managed)
     shard_optimizer = zero_optimizer.shard_optimizer if zero_optimizer else None
     recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, device)
     zero = settings.zero
@@ -180,7 +179,8 @@ def _make_engine(
             sharded = _wrap(model, groups, sharding, world, meshes, device, settings, shard_optimizer, recomputing)
             if zero_optimizer is not None:
                 sharded.reducer.divisor = settings.predivide
-                zero_optimizer.bind(sharded, settings.gradient_factor)
+                sharded.reducer.weights.needed = settings.zero.mean == "tokens"
+                zero_optimizer.bind(sharded, settings.gradient_factor, settings.counted)
             number = agree(free_number(zero.report, world.global_rank), world)[0]
             engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize)
     except BaseException:
@@ -207,13 +207,14 @@ def _wrap(
 ) -> ShardedModule:
     numerics = MixedPrecisionPolicy(
         settings.compute_dtype,
-        settings.gradient_accumulation_steps,
+        settings.gradient_accumulation_steps if settings.managed_gradient_accumulation else UNKNOWN,
         Formats() if shard_optimizer is None else shard_optimizer.formats,
         accumulate=settings.data_types.grad_accum_dtype or "fp32",
         communicate=settings.communication_data_type,
         buffers=settings.data_types.buffer_dtype,
         tree=settings.zero.reduce == "tree",
         quantized=settings.zero_optimization.zero_quantized_gradients,
+        weighed=settings.zero.mean == "tokens",
     )
     params = [group["params"] for group in groups]
     section = settings.zero_optimization

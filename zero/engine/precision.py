@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero.config import Config
+from zero.core.micro_batches import Weight
 from zero.core.mixed_precision import DTYPES
 from zero.core.reducer import Reducer
 from zero.core.tensors import map_leaves
@@ -98,17 +99,23 @@ def check_loss(caller: str, loss: Any) -> None:
     raise ValueError(f"{caller} wants the loss, a scalar tensor with a graph; got {what}")
 
 
-def scaled(loss: torch.Tensor, factor: int, reducer: Reducer) -> torch.Tensor:
-    """The loss times `factor` and the loss scale; its backward tells the reducer of the scale.
+def scaled(loss: torch.Tensor, factor: int, reducer: Reducer, weight: Weight | None = None) -> torch.Tensor:
+    """The loss times `factor` and the loss scale; its backward tells the reducer of the scale, and of the `weight`.
 
     The product is taken in fp32, since fp16 ends at 65504. An engine knows only of the scale that it gave itself: for a
     loss through several engines in fp16 call `loss.backward()`, so that each scales its own gradients.
     """
     scale = reducer.scale
+    product = loss
+    if scale != 1.0:
+        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+        product = wide * (scale * factor)
+    elif factor != 1:
+        product = loss * factor
+    if weight is not None:
+        product.register_hook(lambda grad: reducer.weights.say(weight))
     if scale == 1.0:
-        return loss if factor == 1 else loss * factor
-    wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
-    product = wide * (scale * factor)
+        return product
     product._zero_scaled = True
     product.register_hook(lambda grad: reducer.scaled(scale))
     return product

@@ -28,7 +28,7 @@ from zero.kernels.native import isa
 from zero.log import counted, logger, rank_zero
 from zero.monitor.module_calls import Stamp, ended, now, seconds
 from zero.monitor.monitor import Monitor
-from zero.monitor.step_report import StepReport, unit_norms
+from zero.monitor.step_report import Logged, StepReport, unit_norms
 from zero.optim.muon_groups import rules_line
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import ZeroOptimizer
@@ -167,16 +167,26 @@ class Progress:
         if config.dump_state:
             rank_zero(logging.INFO, "configuration: %s", config.model_dump_json(indent=2))
 
-    def log(self, values: Mapping[str, Any]) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Show values of the script's own in the line of each `steps_per_print` steps, each the latest of its name.
 
         Numbers, tensors of one element (read when the line is written, so no GPU is waited for) or anything that has a
-        text; those of rank 0, so take `engine.reduce` for a mean over ranks. ValueError for what is no mapping.
+        text; those of rank 0, so take `engine.reduce` for a mean over ranks. They are of the step that runs or comes
+        next, or, behind the last one, of that; with `step`, of that one, which has ended. ValueError for what is no
+        mapping, and for another step.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f'log(): got {type(values).__name__}, wanted a mapping such as {{"accuracy": 0.5}}')
-        self._fresh |= {str(name): _kept(name, value) for name, value in values.items()}
-        self._logged |= self._fresh
+        kept = {str(name): _kept(name, value) for name, value in values.items()}
+        self._logged |= kept
+        done = self._status.global_steps
+        if step is None or step == done + 1:
+            self._fresh |= kept
+            self.monitor.hold(Logged(done, self._status.global_samples, self._fresh.copy()))
+        elif isinstance(step, bool) or not isinstance(step, int) or not 0 < step <= done:
+            raise ValueError(f"log(step={step!r}): wanted the number of a step that has ended, from 1 to {done}")
+        else:
+            self.monitor.tell(Logged(step, self._status.global_samples * step // done, kept))
 
     def _logged_parts(self) -> list[str]:
         read = {name: one.item() if isinstance(one, torch.Tensor) else one for name, one in self._logged.items()}
@@ -201,6 +211,7 @@ class Progress:
     def step_ended(self, samples: int) -> Ended:
         """An optimizer step of so many samples has just ended; for `report_step`."""
         self._fresh, fresh = {}, self._fresh
+        self.monitor.hold(None)
         return Ended(time.perf_counter(), samples, fresh)
 
     def report_step(self, reports: Mapping[int, RankReport], ended: Ended) -> None:

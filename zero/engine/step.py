@@ -36,6 +36,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zero.core.access import GatheredParameters
 from zero.core.hooks import as_forward
+from zero.core.micro_batches import Weight
 from zero.core.sharded_module import ShardedModule
 from zero.engine.accumulation import Accumulation
 from zero.engine.alarm import Alarms
@@ -49,6 +50,7 @@ from zero.engine.reality import Reality
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
 from zero.engine.step_record import StepRecord, mean_loss
+from zero.engine.weighing import Weighing
 from zero.log import logger, rank_zero
 from zero.monitor.comms import Traffic, table
 from zero.optim.norm import RankReport
@@ -87,6 +89,7 @@ class TrainingStep:
         self.reality = Reality(config, sharded, optimizer) if planned else None
         self.model = graphed(sharded) if config.graph_harvesting else sharded.module
         self._sharded = sharded
+        self._weighing = Weighing(config)
         self._optimizer = optimizer
         self._precision = Precision(config, device)
         self._accumulation = accumulation
@@ -104,6 +107,7 @@ class TrainingStep:
         """
         if self._sharded.module.training and torch.is_grad_enabled():
             self.record.batch((inputs, kwargs))
+            self._weighing.forward(kwargs)
         return self._run(self.model, inputs, kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -159,13 +163,16 @@ class TrainingStep:
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
         *,
-        tokens: float | torch.Tensor = 0,
+        tokens: float | torch.Tensor | None = None,
+        reduction: str = "mean",
     ) -> torch.Tensor:
         """Compute and reduce gradients; returns loss / gradient_accumulation_steps for logging, detached.
 
         `scale_wrt_gas=False` says that the caller has already divided the loss. `tokens`: how many this rank's
-        micro-batch has, for the log to say tokens/s; a tensor [] is read at the step only. Raises ValueError for a
-        loss that is not a scalar with a graph, RuntimeError without an optimizer.
+        micro-batch has, for the log to say tokens/s; a tensor [] is read at the step only. With `"zero": {"mean":
+        "tokens"}` it is how many of them the loss counts, perhaps 0, and read at once; the loss is their mean, or with
+        `reduction="sum"` their sum, and what is returned is the loss itself, as with a step that the script ends.
+        Raises ValueError for a loss that is not a scalar with a graph, RuntimeError without an optimizer.
         """
         self._status.check()
         if self._optimizer is None:
@@ -174,6 +181,9 @@ class TrainingStep:
         steps = self._accumulation.config.gradient_accumulation_steps
         reducer = self._sharded.reducer
         rounds = reducer.rounds
+        weight = self._weighing.weight(tokens, reduction, not scale_wrt_gas and bool(reducer.weights.counts))
+        scale_wrt_gas = scale_wrt_gas or self._weighing.items is not None
+        reducer.weights.say(weight)
         try:
             with self._sharded.world.watchdog.call(Phase.BACKWARD), self.progress.phase("backward"):
                 scaled(loss, 1 if scale_wrt_gas else steps, reducer).backward(retain_graph=retain_graph)
@@ -183,20 +193,29 @@ class TrainingStep:
         except BaseException:
             self._abandon()
             raise
-        self.record.backward(loss, 1 / steps if scale_wrt_gas else 1, tokens)
-        return loss.detach() / steps if scale_wrt_gas else loss.detach()
+        self._note(loss, weight, 1 if scale_wrt_gas else steps, tokens)
+        return loss.detach() / steps if scale_wrt_gas and not self._accumulation.config.counted else loss.detach()
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale(
+        self, loss: torch.Tensor, *, tokens: float | torch.Tensor | None = None, reduction: str = "mean"
+    ) -> torch.Tensor:
         """The loss times the loss scale, for `engine.scale(loss).backward()`; outside fp16 the loss itself.
 
-        Raises ValueError for a loss that is not a scalar with a graph.
+        `tokens`, `reduction`: as in `backward`. Raises ValueError for a loss that is not a scalar with a graph.
         """
         self._status.check()
         check_loss("scale()", loss)
-        self.record.backward(loss, 1 / self._accumulation.config.gradient_accumulation_steps)
-        return scaled(loss, 1, self._sharded.reducer)
+        weight, reducer = self._weighing.weight(tokens, reduction, False), self._sharded.reducer
+        self._note(loss, weight, 1, tokens)
+        return scaled(loss, 1, reducer, weight if reducer.weights.needed else None)
 
-    def step(self, scheduler: Any, lr_kwargs: dict[str, Any]) -> None:
+    def _note(self, loss: torch.Tensor, weight: Weight, times: int, tokens: float | torch.Tensor | None) -> None:
+        """Let the record have a backward of `times` this loss."""
+        config = self._accumulation.config
+        share = weight.factor if config.counted else 1 / config.gradient_accumulation_steps
+        self.record.backward(loss, times * share, 0.0 if tokens is None else tokens, weight.count)
+
+    def step(self, scheduler: Any, lr_kwargs: dict[str, Any], partial: bool) -> None:
         """See `Engine.step`."""
         self._status.check()
         self._status.check_outside("step()")
@@ -207,9 +226,11 @@ class TrainingStep:
             raise ValueError("step(): ReduceLROnPlateau wants step(lr_kwargs={'metrics': ...}) at every boundary")
         self._optimizer.conclude()
         self._status.step_applied = False
-        with self._accumulation.ending_micro_batch() as boundary:
+        with self._accumulation.ending_micro_batch(partial) as boundary:
             if boundary:
                 self._update()
+                if not self._accumulation.config.managed_gradient_accumulation:
+                    self._accumulation.count_samples(self._optimizer.reports)
                 self._status.global_steps += 1
                 self._status.global_samples += self._accumulation.samples
                 if self.profiles is not None:
@@ -273,12 +294,14 @@ class TrainingStep:
             with self._sharded.world.watchdog.call(Phase.STEP), self.progress.phase("step"):
                 if self.replicas is not None:
                     self.replicas.before_step(self._status.global_steps + 1)
-                report = self.record.report()
+                self._accumulation.join()
+                more, counts = self._accumulation.more, self._sharded.reducer.weights.counts
+                report = self.record.report(more, counts if self._accumulation.config.counted else None)
                 if self.norms is not None:
                     step = self._status.global_steps + 1
                     report = report._replace(squares=self.norms.take(step))
-                    self.norms.begin(step, self._optimizer.factor_of)
-                self._optimizer.update(report, None if self.alarms is None else self._is_unwanted)
+                    self.norms.begin(step)
+                self._optimizer.update(report, None if self.alarms is None else self._is_unwanted, more)
                 self.record.clear(done=True)
                 self.recomputing.after_step(self._sharded.world)
         except HeldOpen:

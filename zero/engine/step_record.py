@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class StepRecord:
         self._status = status
         self._device = device
         self._loss: torch.Tensor | None = None
+        self._count = 0.0  # what the losses in it count
         self._tokens: float | torch.Tensor = 0.0
         self._batch: float | torch.Tensor = 0.0
         self._awaits_batch = world.size > 1
@@ -47,23 +48,37 @@ class StepRecord:
         if hashes:
             self._batch = hash_of(torch.stack(hashes)).bitwise_and(_BELOW).double()
 
-    def backward(self, loss: torch.Tensor, share: float, tokens: float | torch.Tensor = 0.0) -> None:
-        """A backward of `loss`, of which `share` counts towards the loss of the step, over `tokens` tokens."""
-        part = loss.detach().to(self._device, torch.float64).reshape(()) * share
-        self._loss = part if self._loss is None else self._loss + part
+    def backward(
+        self, loss: torch.Tensor, share: float, tokens: float | torch.Tensor = 0.0, count: float = 1.0
+    ) -> None:
+        """A backward of `loss`, of which `share` counts towards the loss of the step, over `tokens` tokens.
+
+        count: of its micro-batch in the mean of the step; none of a `share` of 0.
+        """
+        if share:
+            part = loss.detach().to(self._device, torch.float64).reshape(()) * share
+            self._loss = part if self._loss is None else self._loss + part
+        self._count += count
         if isinstance(tokens, torch.Tensor):
             tokens = tokens.detach().to(self._device, torch.float64).reshape(())
         self._tokens = self._tokens + tokens
 
-    def report(self) -> RankReport:
-        """All since `clear`, for the other ranks."""
+    def report(self, more: float, counts: Sequence[float] | None) -> RankReport:
+        """All since `clear`, for the other ranks. `more`: of the loss, where the step has fewer micro-batches.
+
+        counts: of the micro-batches in the mean of the step, where that is over such counts.
+        """
+        known = RankReport(batch=self._batch, tokens=self._tokens)
+        if counts is not None:
+            known = known._replace(count=sum(counts), backwards=float(len(counts)))
+            more = 1.0 / self._count if self._count else 0.0
         if self._loss is None:
-            return RankReport(batch=self._batch)
-        return RankReport(RankFlags.LOSS, self._loss, self._tokens, self._batch)
+            return known
+        return known._replace(flags=RankFlags.LOSS, loss=self._loss * more)
 
     def clear(self, done: bool) -> None:
         """The step is over, or `done` is False and its gradients are gone."""
-        self._loss, self._tokens = None, 0.0
+        self._loss, self._tokens, self._count = None, 0.0, 0.0
         if done:
             self._batch = 0.0
 
@@ -90,6 +105,7 @@ class StepRecord:
 
 
 def mean_loss(reports: Mapping[int, RankReport]) -> float | None:
-    """The loss of a step over all ranks that know theirs; None where none does."""
-    losses = [float(each.loss) for each in reports.values() if RankFlags.LOSS in each.flags]
-    return sum(losses) / len(losses) if losses else None
+    """The loss of a step over all ranks that know theirs, each by what it counts; None where none does."""
+    known = [each for each in reports.values() if RankFlags.LOSS in each.flags]
+    counts = sum(float(each.count) for each in known)
+    return sum(float(each.loss) * float(each.count) for each in known) / counts if counts else None

@@ -86,6 +86,10 @@ class Monitor:
         if self.enabled:
             self._writer.queue.put(item)
 
+    def hold(self, item: ReportItem | None) -> None:
+        """Queue this at the end of the run, unless something else, or None, is held until then."""
+        self._writer.held = item
+
     def close(self) -> None:
         """End the run: wait until all is written, for a minute at most."""
         self._end()
@@ -108,6 +112,7 @@ class _Writer:
         self.queue: queue.SimpleQueue[ReportItem | None] = queue.SimpleQueue()
         self.sinks: dict[str, Any] = {}
         self.at_end: list[Callable[[], None]] = []
+        self.held: ReportItem | None = None  # what has no step yet that it is reported with
         self.thread: threading.Thread | None = None
         self._status = status
         self._said: dict[str, str] = {}
@@ -178,6 +183,8 @@ def _end(writer: _Writer) -> None:
         return
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     how = {"status": "ended"} if error is None else {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+    if writer.held is not None:
+        writer.queue.put(writer.held)
     writer.queue.put(Line("end", how))
     writer.queue.put(None)
     if writer.thread is not threading.current_thread():  # on which the engine may be collected

@@ -16,6 +16,7 @@ Each line has "event":
                 scale, phases {name: seconds}, waits seconds, bytes {kind: bytes}, sent bytes, values {name: value}.
                 On rank 0 loss, samples and tokens are over all ranks; on the others the rank's own, and no norm, lr or
                 scale
+    log         time, step, values: given to engine.log for a step that had ended, or behind the last one
     warning     time, text: what the log warned of
     unit_norms  time, step, units {name: [gradient, parameter, update]}: L2 norms over all ranks; rank 0 only
     timeline    time, step, spans [[stream, name, start_s, end_s], ...], from the beginning of the step

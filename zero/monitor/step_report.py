@@ -83,7 +83,7 @@ class StepReport:
 
     def line(self) -> dict[str, Any]:
         """The known values for the run folder; a number that is not finite is None, because JSON cannot express it."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"values": self._read()}
+        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"values": _read(self.values)}
         known = {name: value for name, value in values.items() if value is not None and value != () and value != {}}
         return {"event": "step", **finite(known)}
 
@@ -92,14 +92,34 @@ class StepReport:
         lr = self.lr[0] if self.lr else None
         named = {"train_loss": self.loss, "lr": lr, "loss_scale": self.scale, "grad_norm": self.norm}
         named |= {f"elapsed_time_ms_{name}": seconds * 1e3 for name, seconds in self.phases.items()}
-        named |= {name: value for name, value in self._read().items() if isinstance(value, int | float)}
+        named |= {name: value for name, value in _read(self.values).items() if isinstance(value, int | float)}
         known = [(name, value) for name, value in named.items() if value is not None]
         return [(f"Train/Samples/{name}", value, self.global_samples) for name, value in known]
 
-    def _read(self) -> dict[str, Any]:
-        """The values as numbers, booleans or texts; waits for those on a device."""
-        read = {name: value.item() if hasattr(value, "item") else value for name, value in self.values.items()}
-        return {name: value if isinstance(value, int | float) else str(value) for name, value in read.items()}
+
+@dataclass(frozen=True)
+class Logged:
+    """Values passed to `engine.log` for a step that had ended before; see `StepReport`."""
+
+    step: int
+    global_samples: int
+    values: Mapping[str, Any]
+    time: float = field(default_factory=time.time)
+
+    def line(self) -> dict[str, Any]:
+        """The line of the run folder."""
+        return {"event": "log", "time": self.time, "step": self.step, "values": finite(_read(self.values))}
+
+    def events(self) -> list[Event]:
+        """The numbers among them."""
+        numbers = {name: value for name, value in _read(self.values).items() if isinstance(value, int | float)}
+        return [(f"Train/Samples/{name}", value, self.global_samples) for name, value in numbers.items()]
+
+
+def _read(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as numbers, booleans or texts; waits for those on a device."""
+    read = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+    return {name: value if isinstance(value, int | float) else str(value) for name, value in read.items()}
 
 
 def finite(value: Any) -> Any:

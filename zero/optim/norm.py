@@ -33,20 +33,24 @@ class RankFlags(enum.IntFlag):
     LATE_GRADIENTS = 1  # it has gradients that are not reduced yet
     GATHERED_PARAMETERS = 2  # GatheredParameters holds units that are cut
     LOSS = 4  # it knows the loss
+    BACKWARD = 8  # it has run a backward
 
 
 class RankReport(NamedTuple):
     """A rank's report to the others, sent with its part of the norm.
 
-    loss, tokens: of the step; batch: a hash below 2^53 of its first batch, 0 if there is none; squares: see
-    zero/optim/unit_norms.py, equally many on all ranks. They may be fp64 tensors [] on the units' device,
-    which are read together with the norm, without another wait.
+    loss, tokens: of the step; batch: a hash below 2^53 of its first batch, 0 if there is none; count: what its
+    micro-batches add to the divisor of a mean over all ranks', and the weight of its loss; backwards: how many it has
+    run; squares: see zero/optim/unit_norms.py, equally many on all ranks. They may be fp64 tensors [] on the units'
+    device, which are read together with the norm, without another wait.
     """
 
     flags: RankFlags = RankFlags(0)
     loss: float | torch.Tensor = 0.0
     tokens: float | torch.Tensor = 0.0
     batch: float | torch.Tensor = 0.0
+    count: float | torch.Tensor = 1.0
+    backwards: float = 0.0
     squares: tuple[float | torch.Tensor, ...] = ()
 
     @property
@@ -64,6 +68,11 @@ class Norm(NamedTuple):
 
     value: torch.Tensor
     rows: torch.Tensor
+
+    @property
+    def count(self) -> torch.Tensor:
+        """What all ranks report as their `count`, fp64 []."""
+        return self.rows[:, 2 + RankReport._fields.index("count")].sum()
 
 
 def global_norm(units: Sequence[Unit], world: World, report: RankReport, mean: float) -> Norm:
@@ -208,7 +217,7 @@ def _cut(chunk: torch.Tensor, exponent: int) -> torch.Tensor:
 def reports_of(world: World, rows: Sequence[Sequence[float]]) -> dict[int, RankReport]:
     """The report of each global rank, from the rows of a `Norm`."""
     pairs = zip(world.ranks, rows, strict=True)
-    return {rank: RankReport(RankFlags(int(flags)), *rest[:3], tuple(rest[3:])) for rank, (_, _, flags, *rest) in pairs}
+    return {rank: RankReport(RankFlags(int(flags)), *rest[:5], tuple(rest[5:])) for rank, (_, _, flags, *rest) in pairs}
 
 
 def _device(units: Sequence[Unit]) -> torch.device:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.compat.names import instead
+from zero.core.agree import agree
 from zero.core.finite import ALL_FINITE
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
@@ -66,6 +67,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.away = False  # the engine keeps state in host memory
         self._sharded: ShardedModule | None = None
         self._mean = 1.0  # of dense units, and of the norm
+        self._counted = False  # it is divided at the step by what the micro-batches count
         self._last = _Last()
         self._pending: Outcome | None = None  # of the last step, until the host has read it; `_then` runs after that
         self._then: Callable[[Mapping[int, RankReport]], None] | None = None
@@ -76,9 +78,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             client.register_step_pre_hook(_refusal(weakref.ref(self)))
         super().__init__(groups, dict(shard_optimizer.defaults))
 
-    def bind(self, sharded: ShardedModule, mean: float) -> None:
-        """Attach the units. `mean` turns the sum over ranks and micro-batches into their average, unit by unit."""
-        self._sharded = sharded
+    def bind(self, sharded: ShardedModule, mean: float, counted: bool = False) -> None:
+        """Attach the units. `mean` turns the sum over ranks and micro-batches into their average, unit by unit.
+
+        `counted`: that is still to be divided by what the micro-batches of a step count, over all ranks.
+        """
+        self._sharded, self._counted = sharded, counted
         for unit in sharded.trained:
             unit.mean = mean if unit.mean == self._mean else unit.mean * mean / self._mean
             unit.optimizer = weakref.ref(self)
@@ -146,6 +151,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._last.grad_norm
 
     @property
+    def reports(self) -> Mapping[int, RankReport]:
+        """The reports of all ranks on the last step."""
+        self.conclude()
+        return self._last.reports
+
+    @property
     def loss_scale(self) -> float:
         """The factor of the next loss; 1 outside fp16."""
         if self.loss_scaler.dynamic:
@@ -180,14 +191,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.conclude()
         self.loss_scaler.force(loss_scale)
 
-    @property
-    def gradient_factor(self) -> float:
-        """The factor from the sums in `unit.gradients` of dense units to the averaged, unscaled gradient."""
-        return self._unscaled(self._mean)
+    def factor_of(self, unit: Unit, together: bool = False) -> float:
+        """The factor from the sums in `unit.gradients` to the averaged, unscaled gradient.
 
-    def factor_of(self, unit: Unit) -> float:
-        """The same factor for one unit, which may have its own mean."""
-        return self._unscaled(unit.mean)
+        `together`: all ranks ask, so it may be a collective. RuntimeError without, where only all ranks together know
+        what their micro-batches count.
+        """
+        if not self._counted:
+            return self._unscaled(unit.mean)
+        if not together:
+            raise RuntimeError(
+                "the mean of this gradient is over what the micro-batches of all ranks count (zero.mean, or "
+                "managed_gradient_accumulation false), which one rank does not know; read it by "
+                "zero.utils.safe_get_full_grad on all ranks"
+            )
+        count = sum(agree(sum(self._sharded.reducer.weights.counts), self._sharded.world)) / self._repeats
+        return self._unscaled(unit.mean) / count if count else 0.0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise RuntimeError once the parameters are cut; before, as in torch."""
@@ -251,13 +270,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
-    def update(self, report: RankReport, unwanted: Callable[[Mapping[int, RankReport]], bool] | None = None) -> None:
+    def update(
+        self,
+        report: RankReport,
+        unwanted: Callable[[Mapping[int, RankReport]], bool] | None = None,
+        more: float = 1.0,
+    ) -> None:
         """Update every trained unit once, and send the new parameters to the ranks that keep them; collective.
 
         If a gradient is inf or NaN, the step is skipped, with `overflow` set and the parameter named (or its unit, if
         the host does not wait). The gradients are consumed either way. `report`, this rank's for `after_step`, is sent
         with the norm. `unwanted` decides from all reports and `grad_norm` whether to skip the step too, alike on all
-        ranks; the host waits for it.
+        ranks; the host waits for it. `more`: the mean is so many times larger, as the step has fewer micro-batches.
         Raises RuntimeError, on all ranks, if a dynamic loss scale cannot be halved any more;
         HeldOpen, on all ranks and with the gradients kept, while GatheredParameters holds parameters that are cut.
         """
@@ -271,21 +295,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         held = [unit.plan.name for unit in sharded.trained if unit.cut and unit.holds]
         flags = RankFlags.LATE_GRADIENTS if sharded.reducer.late else RankFlags(0)
         flags |= RankFlags.GATHERED_PARAMETERS if held else RankFlags(0)
+        flags |= RankFlags.BACKWARD if sharded.reducer.weights.counts else RankFlags(0)
         report = report._replace(flags=report.flags | flags)
-        outcome = self._outcome(report)
+        outcome = self._outcome(report, more)
         flags = flags_of(report, sharded.world) if defers else _flags(outcome.numbers.reports)
         if ranks := [rank for rank, each in flags.items() if RankFlags.GATHERED_PARAMETERS in each]:
             there = f"{ranks_text(ranks)}{f'; here {held}' if held else ''}"
             raise HeldOpen(f"step() while GatheredParameters holds parameters open ({there}); step outside of it")
         if any(RankFlags.LATE_GRADIENTS in each for each in flags.values()):
             sharded.reducer.end(force=True)
-            outcome = self._outcome(report)
+            outcome = self._outcome(report, more)
+        if self._counted and not any(RankFlags.BACKWARD in each for each in flags.values()):
+            raise RuntimeError("step() without a backward since the last step(), on all ranks")
         if defers:
-            self._update(outcome.factor)
+            self._update(outcome.factor, outcome.mean)
             sharded.reducer.drop()
             self._pending = outcome
         else:
-            self._end(outcome.numbers, unwanted)
+            self._end(outcome, unwanted)
 
     def conclude(self) -> None:
         """Read the outcome of the last step, unless that is done, and apply its consequences; waits for the device.
@@ -341,19 +368,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         reducer = self._sharded.reducer
         return mean * reducer.divisor / reducer.scale
 
-    def _outcome(self, report: RankReport) -> Outcome:
+    def _outcome(self, report: RankReport, more: float) -> Outcome:
         sharded = self._sharded
         norm_of = exact_norm if sharded.numerics.tree else global_norm
         norm = norm_of(sharded.trained, sharded.world, report, self._mean)
-        return Outcome(norm, self.gradient_factor, self.clipping, self._check_overflow, sharded.world)
+        mean: float | torch.Tensor = self._unscaled(self._mean) * more
+        if self._counted:
+            count = norm.count / self._repeats
+            mean = torch.where(count > 0.0, mean / count, 0.0)  # nothing was counted: the gradient is zero
+        return Outcome(norm, mean, self.clipping, self._check_overflow, sharded.world)
+
+    @property
+    def _repeats(self) -> int:
+        """How many ranks have the same micro-batches."""
+        return self._sharded.world.size // self._sharded.data_size
 
     def _take(self, numbers: Numbers) -> None:
         overflow = self._check_overflow and not math.isfinite(numbers.norm)
         self._last = _Last(numbers.norm, overflow, overflow, numbers.reports)
 
-    def _end(self, numbers: Numbers, unwanted: Callable[[Mapping[int, RankReport]], bool] | None) -> None:
+    def _end(self, outcome: Outcome, unwanted: Callable[[Mapping[int, RankReport]], bool] | None) -> None:
         """End a step whose outcome the host knows before it updates anything."""
-        reducer = self._sharded.reducer
+        reducer, numbers = self._sharded.reducer, outcome.numbers
         self._take(numbers)
         if self._last.overflow:
             place = reducer.finite.first()
@@ -363,7 +399,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if unwanted is not None and unwanted(numbers.reports):
             self._last = self._last._replace(skipped=True)
         else:
-            self._update(numbers.factor)
+            self._update(numbers.factor, float(outcome.mean))
         reducer.drop()
         self.loss_scaler.update(False)
 
@@ -377,11 +413,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{error} With loss scale {self.loss_scale:g}, {place}.") from None
         rank_zero(logging.WARNING, "step skipped: %s%s", place, f"; {change}" if change else "")
 
-    def _update(self, factor: float | torch.Tensor) -> None:
+    def _update(self, factor: float | torch.Tensor, unclipped: float | torch.Tensor) -> None:
         for group in self.param_groups:
             self.shard_optimizer.check(group)  # a wrong hyperparameter must not leave half of the units updated
         self._updating = True
-        self._updater.run(self.param_groups, factor, self._mean)
+        self._updater.run(self.param_groups, factor, unclipped, self._mean)
         self._updating = False
 
 

@@ -32,11 +32,13 @@ class Outcome:
     """The outcome of one step, alike on all ranks.
 
     factor: fp64 [] on the units' device, from the summed gradients to those that the optimizer uses; NaN if
-            the step must change nothing.
+            the step must change nothing;
+    mean:   the same without clipping.
     """
 
-    def __init__(self, norm: Norm, mean: float, limit: float, check: bool, world: World) -> None:
+    def __init__(self, norm: Norm, mean: float | torch.Tensor, limit: float, check: bool, world: World) -> None:
         """`mean` makes sums averages; `limit` is that of clipping, 0 for none; `check` requires finite gradients."""
+        self.mean = mean
         value = norm.value * mean
         self.factor = step_factor(value, mean, limit, check)
         self._world = world
@@ -57,12 +59,12 @@ class Outcome:
         return Numbers(norm, factor, reports_of(self._world, rows), min(int(row[1]) for row in rows))
 
 
-def step_factor(norm: torch.Tensor, mean: float, limit: float, check: bool) -> torch.Tensor:
+def step_factor(norm: torch.Tensor, mean: float | torch.Tensor, limit: float, check: bool) -> torch.Tensor:
     """`mean` times the factor that clips gradients of norm `norm`, fp64 [], to `limit`; see `Outcome`.
 
     As in torch.nn.utils.clip_grad_norm_: limit / (norm + 1e-6), never above 1, and 1 if `limit` is 0.
     """
-    factor = torch.full_like(norm, mean)
+    factor = torch.ones_like(norm) * mean
     if limit > 0.0:
         clip = torch.full_like(norm, limit) / (norm + 1e-6)  # a number over a tensor would be rounded twice
         factor = torch.where(clip < 1.0, mean * clip, factor)

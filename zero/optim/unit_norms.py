@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -27,13 +27,16 @@ class UnitNorms:
         self._units = units
         self._every = every
         self._step = 0
-        self._factors: dict[int, float] = {}  # by index of the unit
+        self._factors: Mapping[int, float | torch.Tensor] = {}
         self._known: dict[str, Squares] = {}  # of the last step, if it was due and not skipped
 
-    def begin(self, step: int, factor_of: Callable[[Unit], float]) -> None:
-        """Begin step `step`. `factor_of` is the factor from the sums in `unit.gradients` to the average."""
+    def begin(self, step: int) -> None:
+        """Begin step `step`."""
         self._step, self._known = step, {}
-        self._factors = {unit.index: factor_of(unit) for unit in self._units}
+
+    def average(self, factors: Mapping[int, float | torch.Tensor]) -> None:
+        """The step's factors, by index of the unit, from the sums in `unit.gradients` to the average."""
+        self._factors = factors
 
     @contextlib.contextmanager
     def of(self, unit: Unit, grad: torch.Tensor) -> Iterator[None]:

@@ -69,13 +69,18 @@ class UnitUpdater:
             for unit in units:
                 optimizer.begin(unit, groups[unit.plan.group])
 
-    def run(self, groups: Sequence[Group], factor: float | torch.Tensor, mean: float) -> None:
+    def run(
+        self, groups: Sequence[Group], factor: float | torch.Tensor, unclipped: float | torch.Tensor, mean: float
+    ) -> None:
         """Update every unit once, and send it to the ranks that keep it.
 
         For units with this `mean` the gradient is `factor` x the reduced one; for others in proportion to their mean.
+        `unclipped` is the factor without clipping, for the norms.
         """
         if not self._units:
             return
+        if self.norms is not None:
+            self.norms.average({unit.index: unclipped * share_of(unit, mean) for unit in self._units})
         # If ranks must begin collectives in one order, no thread beside the loop can send parameters.
         publish = not any(unit.mesh.shard.ordered for unit in self._units)
         updates, now = [], []

@@ -20,11 +20,15 @@ class Sharding:
     params: bool
 
     @classmethod
-    def of_stage(cls, stage: int, reduce_every_micro_batch: bool = False) -> Sharding:
-        """The booleans of ZeRO stage 0 to 3; `reduce_every_micro_batch` lifts `grads` for stages 0 and 1."""
+    def of_stage(cls, stage: int, reduce_every_micro_batch: bool = False, managed: bool = True) -> Sharding:
+        """The booleans of ZeRO stage 0 to 3; `reduce_every_micro_batch` lifts `grads` for stages 0 and 1.
+
+        Not `managed`: ranks run different numbers of micro-batches in a step. Stage 2 reduces them once then, as 0 and
+        1 do, so that no rank waits for one that has more.
+        """
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_optimization.stage: {stage!r} is no ZeRO stage; it is one of 0, 1, 2, 3")
-        return cls(optim=stage >= 1, grads=stage >= 2 or reduce_every_micro_batch, params=stage >= 3)
+        return cls(optim=stage >= 1, grads=stage >= 2 + (not managed) or reduce_every_micro_batch, params=stage >= 3)
 
 
 def summed_here(reduce: str, together: bool) -> int:

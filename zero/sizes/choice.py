@@ -71,7 +71,7 @@ def scheme_of(
     updates state that rests off it; None: what the settings say, also where they may.
     """
     section, zero = settings.zero_optimization, settings.zero
-    sharding = Sharding.of_stage(choice.stage, zero.reduce_every_micro_batch or zero.reduce == "tree")
+    sharding = Sharding.of_stage(choice.stage, settings.reduces_each, settings.managed_gradient_accumulation)
     parts = (choice.shard_size or settings.world_size) if sharding.optim else 1
     cut = sharding.params and (parts > 1 or choice.params != DEVICE)
     accumulate, travel = settings.data_types.grad_accum_dtype or "fp32", settings.communication_data_type

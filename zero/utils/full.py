@@ -97,7 +97,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     total = gradient(trained.owner, "safe_get_full_grad")
     if total is None:
         return None
-    total.mul_(trained.optimizer.factor_of(trained.owner.unit))
+    total.mul_(trained.optimizer.factor_of(trained.owner.unit, together=True))
     return with_parts(trained.owner, total).view(trained.shape)
 
 
@@ -111,7 +111,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     trained = require_trained(param, what)
     storage = reduced_piece(trained.owner, what, trained.value_error(what, value, trained.shape))
     whole = own_part(trained.owner, same_everywhere(trained.owner, value.to(torch.float32)))
-    storage.copy_(cut_out(trained.owner, whole) / trained.optimizer.factor_of(trained.owner.unit))
+    storage.copy_(cut_out(trained.owner, whole) / trained.optimizer.factor_of(trained.owner.unit, together=True))
 
 
 def safe_update_full_grad_vectorized(

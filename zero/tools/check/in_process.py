@@ -60,7 +60,7 @@ class Copies:
             for micro in range(run.steps * run.accumulation):
                 loss = self._loss_fn(engine, self._batches[micro % len(self._batches)])
                 recorder.record_backward(loss)
-                engine.backward(loss)
+                engine.backward(loss, tokens=1 if engine._config.zero.mean == "tokens" else None)
                 recorder.before_step()
                 engine.step()
                 recorder.after_step()
@@ -72,6 +72,7 @@ class Copies:
     def _build(self, model: nn.Module, run: CheckRun) -> Any:
         origin = self._engine
         raw = {key: value for key, value in overridden(origin._config, run).items() if key != "scheduler"}
+        raw["managed_gradient_accumulation"] = True  # for here are as many micro-batches on every rank
         by_name = dict(model.named_parameters())
         names = {param: name for name, param in origin.module.named_parameters()}
         groups = [

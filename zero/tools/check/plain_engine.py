@@ -25,6 +25,7 @@ from zero.compat.bitsandbytes import format_of
 from zero.compat.getters import DeepSpeedGetters
 from zero.config import Config
 from zero.config.optimizers import ARGUMENTS, LambParams, MuonParams, torch_reason
+from zero.core.micro_batches import Weight
 from zero.core.mixed_precision import DTYPES
 from zero.core.world import Axis, backend_of, local_device
 from zero.data import Loader
@@ -32,6 +33,7 @@ from zero.data.loader import make_loader
 from zero.engine.arguments import Groups, client_optimizer, parameter_groups
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.status import Status
+from zero.engine.weighing import Weighing
 from zero.optim.make import torch_arguments
 from zero.optim.muon_groups import muon_groups, rules_line
 from zero.tools.check.runs import RunKind
@@ -60,14 +62,13 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
     """
 
     print = print_on_first
+    training_dataloader = lr_scheduler = None  # until they are set
 
     def __init__(self, module: nn.Module, client: Any, model_parameters: Any, settings: Config, kind: RunKind) -> None:
         """As for `zero.initialize`; `client`: the script's optimizer; `settings` are those of the run."""
         super().__init__()
         self.device = device = local_device()
         self.module = module.to(device)
-        self.lr_scheduler: Any = None
-        self.training_dataloader: Loader | None = None
         there = dist.is_initialized()
         self.global_rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
         ranks = range(self.world_size)
@@ -82,6 +83,8 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         self._boundary: bool | None = None
         self._norm: float | None = None
         self._sums: dict[nn.Parameter, torch.Tensor | None] = {}
+        self._weights: list[Weight] = []  # of the micro-batches of the step
+        self._weighing = Weighing(settings)
         self._broadcast()
         self.masters = self._make_masters(DTYPES[settings.compute_dtype])
         self.optimizer: Any = plain_optimizer(module, client, model_parameters, settings)
@@ -116,27 +119,43 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
+        self._weighing.forward(kwargs)
         if self._config.autocast_dtype is None:
             return self.module(*inputs, **kwargs)
         with torch.autocast(self.device.type, dtype=self._dtype):
             return self.module(*inputs, **kwargs)
 
     def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, tokens: Any = 0
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        tokens: Any = None,
+        reduction: str = "mean",
     ) -> torch.Tensor:
         """See `Engine.backward`."""
         steps = self.gradient_accumulation_steps()
-        (loss if scale_wrt_gas else loss * steps).backward(retain_graph=retain_graph)
-        return loss.detach() / steps if scale_wrt_gas else loss.detach()
+        self._weigh(tokens, reduction, not scale_wrt_gas)
+        whole = scale_wrt_gas or self._weighing.items is not None
+        (loss if whole else loss * steps).backward(retain_graph=retain_graph)
+        return loss.detach() / steps if whole and not self._config.counted else loss.detach()
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale(self, loss: torch.Tensor, *, tokens: Any = None, reduction: str = "mean") -> torch.Tensor:
         """The loss as it is: its scale is 1."""
+        self._weigh(tokens, reduction, False)
         return loss
 
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+    def _weigh(self, tokens: Any, reduction: str, whole_step: bool) -> None:
+        self._weights.append(self._weighing.weight(tokens, reduction, whole_step and bool(self._weights)))
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Nothing to do: gradients are summed over the ranks once, by `step`."""
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None, *, partial: bool = False) -> None:
         """See `Engine.step`."""
         status = self._status
-        if self.is_gradient_accumulation_boundary():
+        if partial or self.is_gradient_accumulation_boundary():
             self._reduce()
             grads = self._grads()
             if self._lead is not None:
@@ -156,8 +175,8 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """See `Engine.is_gradient_accumulation_boundary`."""
-        if self._boundary is not None:
-            return self._boundary
+        if self._boundary is not None or not self._config.managed_gradient_accumulation:
+            return self._boundary is None or self._boundary
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
@@ -184,6 +203,10 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
     def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Loader:
         """See `Engine.deepspeed_io`."""
         loader = make_loader(self._config, self.device, self.global_rank, dataset, *args, **kwargs)
+        return self._follow(loader)
+
+    def _follow(self, loader: Any) -> Any:
+        """See `Metrics.follow`."""
         return self._metrics.follow(loader)
 
     def gather_for_metrics(self, nested: Any, total: int | None = None) -> Any:
@@ -194,7 +217,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         """See `Engine.reduce`."""
         return self._metrics.reduce(value, op)
 
-    def log(self, values: Mapping[str, Any]) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Nothing to do: there is no line of a step."""
 
     def destroy(self) -> None:
@@ -297,7 +320,8 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     def _take(self, param: nn.Parameter) -> None:
         """Add a gradient up in the masters' precision, as it lands."""
-        grad = param.grad.to(torch.float32)
+        factor = self._weights[-1].factor if self._weights else 1.0
+        grad = param.grad.to(torch.float32) * factor if factor else torch.zeros_like(param, dtype=torch.float32)
         total = self._sums[param]
         self._sums[param] = grad if total is None else total + grad
         param.grad = None
@@ -305,6 +329,10 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
     def _reduce(self) -> None:
         """Sum over the ranks in their order and take the mean; a parameter without a gradient has one of zeros."""
         names = {param: name for name, param in self.module.named_parameters()}
+        mean = self._config.gradient_factor
+        if self._config.counted:
+            count = self._metrics.reduce(float(sum(weight.count for weight in self._weights)), "sum")
+            mean = mean / count if count else 0.0
         for param, grad in self._sums.items():
             master = self.masters[names[param]]
             grad = torch.zeros_like(master) if grad is None else grad
@@ -312,8 +340,8 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
                 rows = [torch.empty_like(grad) for _ in range(self.world_size)]
                 dist.all_gather(rows, grad.contiguous())
                 grad = sum(rows[1:], start=rows[0])
-            master.grad = (grad * self._config.gradient_factor).to(master.dtype)
-        self._sums = dict.fromkeys(self._sums)
+            master.grad = (grad * mean).to(master.dtype)
+        self._sums, self._weights = dict.fromkeys(self._sums), []
 
 
 def plain_optimizer(

@@ -64,6 +64,9 @@ class StepRecorder:
         self._begin: dict[str, int] = {}
         self._plain = isinstance(engine, PlainEngine)
         engine.register_forward_hook(self._record_forward)
+        if not self._plain and engine.optimizer is not None and not engine.managed_gradient_accumulation():
+            # Only inside of a step is it known that it is one, and that other ranks have run what they have.
+            engine.optimizer.register_step_pre_hook(self._read_gradients)
 
     def record_begin(self) -> None:
         """Remember the weights of now, as the model computes with them: masters may hold more; collective."""
@@ -83,8 +86,12 @@ class StepRecorder:
     def before_step(self, *args: Any, **kwargs: Any) -> None:
         """To be called before each step; collective at the boundary."""
         self._before = self.engine.global_steps
-        boundary = self.engine.is_gradient_accumulation_boundary()
-        self._grads = gradients(self.engine) if boundary and not self._plain else {}
+        self._grads = {}
+        if not self._plain and self.engine.is_gradient_accumulation_boundary():
+            self._read_gradients()
+
+    def _read_gradients(self, *args: Any) -> None:
+        self._grads = gradients(self.engine)
 
     def after_step(self) -> bool:
         """To be called after each step; collective at the boundary. Whether it was one of the optimizer's."""

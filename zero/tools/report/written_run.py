@@ -30,8 +30,11 @@ class WrittenRank:
         return [event for event in self.events if event["event"] in kinds]
 
     def steps(self) -> list[Event]:
-        """One per step, in their order; of a step that a resumed run took again the newest."""
+        """One per step, in their order, with what was logged of it later; of one that was taken again the newest."""
         newest = {event["step"]: event for event in self.of("step")}
+        for late in self.of("log"):
+            if (event := newest.get(late["step"])) is not None:
+                newest[late["step"]] = {**event, "values": {**event.get("values", {}), **late["values"]}}
         return [newest[step] for step in sorted(newest)]
 
     def last(self, *kinds: str, having: str = "event") -> Event:

@@ -1,0 +1,197 @@
+"""Steps in which ranks run different numbers of micro-batches, under one sequence of collectives.
+
+Where gradients are reduced after each micro-batch, and where parameters are cut, a micro-batch is a sequence of
+collectives that all ranks must enter. Number k of each rank that has one is round k. Before a round the ranks learn who
+runs it: from `begin_step`, or by one small exchange. A rank that has run all of its own takes part from its `step()`,
+with its shards and with zeros: the first rank that runs the round tells it of each unit that it begins to gather or to
+reduce. So no rank waits for one that has nothing left to run, and no gradient depends on who waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zero.core import comm
+from zero.core.agree import agree
+from zero.core.prefetcher import ParamPrefetcher
+from zero.core.reducer import Reducer
+from zero.core.unit import Unit
+from zero.core.world import World
+from zero.watchdog.hang_report import difference_text
+
+
+class Verb(enum.IntEnum):
+    """What a rank that runs a round tells those that do not, with a number.
+
+    GATHER, REDUCE: it begins to, the unit of that index. SUM: all reductions have begun, and it waits for their sums.
+    END: of the round; so many numbers follow, the order of uses that it has learnt. FAILED: by an exception; so many
+    bytes of its text follow.
+    """
+
+    GATHER = 0
+    REDUCE = 1
+    SUM = 2
+    END = 3
+    FAILED = 4
+
+
+class Rounds:
+    """The rounds of the running step. Without `follows` it only counts this rank's own micro-batches.
+
+    follows: whether rounds are sequences of collectives, so that ranks without a micro-batch must take part.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], world: World, prefetcher: ParamPrefetcher, reducer: Reducer, follows: bool
+    ) -> None:
+        self._units, self._world = units, world
+        self._prefetcher, self._reducer = prefetcher, reducer
+        self._follows = follows and world.size > 1
+        self._said: list[int] | None = None  # micro-batches of each rank in this step
+        self._round = 0  # that runs, or comes next
+        self._open = False  # this rank runs one
+        self._told: list[int] = []  # the places of ranks to which this one says what it does
+        self._sent: list[Any] = []  # words on their way
+        self._silence: Callable[[], None] = bool  # ends the subscription to events
+        enter, ended = weakref.WeakMethod(self.enter), weakref.WeakMethod(self._ended)  # weak, as we hold both
+        finishing = weakref.WeakMethod(self._finishing)
+        prefetcher.on_forward = reducer.on_begin = lambda: (enter() or bool)()
+        reducer.on_finish = lambda: (finishing() or bool)()
+        reducer.on_flush.append(lambda: (ended() or bool)())
+
+    def begin_step(self, micro_batches: int) -> list[int]:
+        """Say how many micro-batches this rank runs in the step that begins; collective. Returns those of all ranks."""
+        wrong = None
+        if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 0:
+            wrong = ValueError(f"begin_step(micro_batches={micro_batches!r}): wanted an integer of at least 0")
+        elif self._round or self._open:
+            wrong = RuntimeError("begin_step() after a micro-batch of the step; call it before the first forward")
+        self._said = agree(wrong or micro_batches, self._world, "begin_step()")
+        return self._said
+
+    def enter(self) -> None:
+        """A forward that builds a graph, or a backward, begins: the first thing of a round, or not."""
+        if self._open:
+            return
+        mine = self._world.rank
+        if self._said is not None and self._said[mine] <= self._round:
+            raise RuntimeError(
+                f"micro-batch {self._round + 1} of a step of which begin_step(micro_batches={self._said[mine]}) was "
+                f"said on rank {self._world.global_rank}; call step() before it, or say how many there are"
+            )
+        active = self._active(True)
+        self._open = True
+        if self._follows and (told := self._followers(active)):
+            self._told = told
+            self._silence = self._world.watchdog.events.subscribe(self._span)
+
+    def join(self) -> None:
+        """This rank's `step()` has come: take part in the rounds that other ranks still run; collective."""
+        mine = self._world.rank
+        if self._said is not None and self._round < self._said[mine]:
+            raise RuntimeError(
+                f"step() after {self._round} of {self._said[mine]} micro-batches that begin_step() was told of on rank "
+                f"{self._world.global_rank}; other ranks wait for the rest"
+            )
+        while self._follows and any(active := self._active(False)):
+            self._follow(active.index(True))
+
+    def reset(self) -> None:
+        """The step is over, or begins anew after an exception, which those that follow this rank are told of."""
+        if self._follows and self._said is not None and not self._open:
+            self._told = self._followers(self._active(True))
+        if self._told:
+            error = self._world.watchdog.status.error or "an exception"
+            with contextlib.suppress(RuntimeError):  # the other ranks are gone
+                self._tell(Verb.FAILED, list(error.encode()))
+                comm.delivered(self._sent, self._world)  # whatever this rank does then, perhaps it ends
+        self._close()
+        self._said, self._round = None, 0
+
+    def _followers(self, active: list[bool]) -> list[int]:
+        """The places of those that have no micro-batch in a round, where this rank is the first that has one."""
+        leads = any(active) and active.index(True) == self._world.rank
+        return [place for place, runs in enumerate(active) if not runs] if leads else []
+
+    def _active(self, mine: bool) -> list[bool]:
+        """Which ranks run the round that comes; collective, unless they have said."""
+        if self._said is not None:
+            return [count > self._round for count in self._said]
+        if not self._follows:
+            return [mine] * self._world.size
+        row = torch.tensor([mine, self._round], device=comm.words_device(self._world))
+        what = f"exchange before micro-batch {self._round + 1} of the step, of who runs one"
+        rows = comm.gather_scalars(row, self._world, what).tolist()
+        if len({at for _, at in rows}) > 1:
+            there = difference_text([f"at micro-batch {at + 1}" for _, at in rows], "", self._world.ranks)
+            raise RuntimeError(f"the ranks are not in one step, perhaps after an exception on some: {there}")
+        return [bool(runs) for runs, _ in rows]
+
+    @contextlib.contextmanager
+    def _span(self, verb: str, name: str) -> Iterator[None]:
+        """Tell the others of what begins here. Units that stay full are sent by their update, and on all ranks."""
+        if verb in ("gather", "reduce"):
+            unit = next(unit for unit in self._units if unit.plan.name == name)
+            if verb == "reduce" or not unit.stays_full:
+                self._tell(Verb.GATHER if verb == "gather" else Verb.REDUCE, (), unit.index)
+        yield
+
+    def _tell(self, verb: Verb, more: Sequence[int], number: int | None = None) -> None:
+        head = [verb, len(more) if number is None else number]
+        for numbers in filter(len, (head, more)):
+            self._sent += comm.tell(numbers, self._told, self._world)
+
+    def _finishing(self) -> None:
+        """All reductions of a backward have begun."""
+        if self._told:
+            self._tell(Verb.SUM, ())
+
+    def _ended(self) -> None:
+        """A backward has ended, perhaps that of a round."""
+        if not self._open:
+            return
+        if self._told:
+            self._tell(Verb.END, self._prefetcher.forecast.order)
+        self._close()
+        self._next()
+
+    def _close(self) -> None:
+        self._silence()
+        self._silence, self._open, self._told = bool, False, []
+        self._sent = [each for each in self._sent if not each.done]
+
+    def _next(self) -> None:
+        self._round += 1
+        self._reducer.end_micro_batch(False)
+
+    def _follow(self, leader: int) -> None:
+        """Do what the rank at this place does in its round, of which we have no micro-batch."""
+        who = f"rank {self._world.ranks[leader]} of its micro-batch {self._round + 1}, after all of this rank's own"
+        hear = functools.partial(comm.hear, place=leader, axis=self._world, what=f"next word from {who}")
+        while True:
+            verb, number = hear(2)
+            if verb == Verb.GATHER:
+                unit = self._units[number]
+                unit.gather()
+                unit.wait()
+                unit.release(keep_if_referenced=False)
+            elif verb == Verb.REDUCE:
+                self._reducer.follow()
+            elif verb == Verb.SUM:
+                self._reducer.end(followed=True)
+            elif verb == Verb.END:
+                self._prefetcher.forecast.learn(hear(number))
+                self._next()
+                return
+            else:
+                text = bytes(hear(number)).decode()
+                raise RuntimeError(
+                    f"rank {self._world.ranks[leader]} ended its micro-batch {self._round + 1} of this step with {text}"
+                )
