@@ -140,8 +140,8 @@ def mixed() -> nn.Module:
 @pytest.mark.ranks(2)
 def test_initialize_takes_over_built_and_mixed_models():
     """Three steps give the bits of a plain start; also where `initialize` stands in the block that builds."""
-    for stage in range(4):
-        json = {"stage": stage, "precision": "bf16" if stage in (1, 3) else "fp32"}
+    for stage in (1, 3):
+        json = {"stage": stage, "precision": "bf16" if stage == 3 else "fp32"}
         plain, built, half = (run(Model(make), json) for make in (make_net, built_net, mixed))
         with zero.Init():
             inside = run("net", json)

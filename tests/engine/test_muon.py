@@ -85,7 +85,7 @@ def state_bytes(engine: Any) -> int:
     return engine.state_nbytes().optimizer
 
 
-@pytest.mark.parametrize("world", [2, 4, *longer(1)])
+@pytest.mark.parametrize("world", [2, *longer(4)])
 def test_every_stage_and_world_is_torchs_bit_by_bit(pool, world):
     ranks = pool.run(world, counted, [muon(stage) for stage in range(4)])
     for stage, of_stage in enumerate(zip(*ranks, strict=True)):
@@ -234,7 +234,7 @@ def test_normuon_is_its_paper_and_keeps_a_number_for_each_row(pool, world, stage
 
 @pytest.mark.parametrize(
     ("world", "stage", "params"),
-    [(4, 1, {"zero": {"moments": "8bit"}}), *longer((1, 0, NORMUON), (2, 2, {}))],
+    [(2, 1, {"zero": {"moments": "8bit"}}), *longer((1, 0, NORMUON), (4, 2, {}))],
 )
 def test_a_checkpoint_goes_on_at_another_number_of_ranks(pool, tmp_path, world, stage, params):
     """The second one holds what was loaded, as no step has shared it out among the ranks yet."""

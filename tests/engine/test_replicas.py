@@ -126,7 +126,7 @@ def test_a_flipped_bit_is_reported_within_n_steps_by_name_and_rank(pool, world, 
 
 @pytest.mark.parametrize("offload", [False, *longer(True)])
 def test_so_is_one_in_what_is_cut_where_another_replica_has_the_same(pool, offload):
-    cases = [(3, False, 2, "master"), (3, True, 1, "master"), (2, True, 2, "own moment")]
+    cases = [(3, True, 1, "master"), (2, True, 2, "own moment")]
     for results in pool.run(4, flipped, cases, 1, 2, offload):
         for (_, _, every, _), (later, text) in zip(cases, results, strict=True):
             assert 1 <= later <= every, text
@@ -153,17 +153,17 @@ def normed(number: int, rank: int) -> tuple[torch.Tensor]:
 
 
 def buffers(stage: int, every: int, name: str | None) -> tuple[int, str]:
-    """Train with a buffer flipped on rank 1 at step 6, if one is named."""
+    """Train with a buffer flipped on rank 1 at step 4, if one is named."""
 
     def hit(engine: Any) -> None:
         if name:
             flip(engine.module.get_buffer(name), 0, 0)
 
     json = {"stage": stage, "zero": {"check_replicas": every}}
-    return reported(Model(seeded(Normed), normed), json, 12, 6, hit, 1)
+    return reported(Model(seeded(Normed), normed), json, 8, 4, hit, 1)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_buffer_that_came_apart_is_named_and_one_that_always_was_is_not(pool, stage):
     for every, name in ((1, "table"), (3, "flag"), (2, "norm.num_batches_tracked")):
         for later, text in pool.run(2, buffers, stage, every, name):
@@ -187,7 +187,7 @@ def edit(engine: Any, number: int) -> None:
             engine.module.head.weight.mul_(0.5)
 
 
-@pytest.mark.parametrize(("stage", "world"), [(1, 2), (3, 2), *longer((2, 2), (3, 4))])
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), *longer((3, 4))])
 def test_a_clean_run_is_not_reported(pool, stage, world):
     ours = {"check_replicas": 2, "shard_size": 2 if world == 4 else 0}
     for model, precision, kind, params in (

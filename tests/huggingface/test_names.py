@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import zero.utils
 from zero.compat.names import INSTEAD
 
@@ -58,15 +60,26 @@ def defined(path: Path) -> set[str]:
     return {name for name in found if not name.startswith("_")}
 
 
-def answer(code: str, asked: Any = None) -> Any:
-    """What a program prints last, as JSON, that is asked this."""
-    words = [sys.executable, "-c", code, json.dumps(asked)]
+# Texts one after the other, in one process: to import what they look at takes seconds.
+RUN = """
+import json, sys
+for code, asked in json.loads(sys.argv[1]):
+    sys.argv[1] = json.dumps(asked)
+    exec(code, {"__name__": "__main__"})
+"""
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Any]:
+    """What MODULES, KINDS and ASK print."""
+    texts = [(MODULES, [*WANTED, *OTHERS]), (KINDS, None), (ASK, [list(STATUS), list(modules())])]
+    words = [sys.executable, "-c", RUN, json.dumps(texts)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(texts) :]]
 
 
-def test_the_page_has_all_names_of_the_adapter_and_no_others() -> None:
-    found, got = answer(ASK, [list(STATUS), list(modules())])
+def test_the_page_has_all_names_of_the_adapter_and_no_others(answers: list[Any]) -> None:
+    found, got = answers[2]
     wrong = {name: said for name, said in found.items() if bool(said) != (STATUS[name] == "no")}
     assert not wrong
     assert all("is not in zero, which is here as deepspeed: " in said for said in found.values() if said)
@@ -90,17 +103,19 @@ print(json.dumps([said, importlib.util.find_spec("deepspeed.inference") is None]
 """
 
 
-def test_a_module_that_is_not_here_says_what_to_use() -> None:
-    wanted = {
-        "deepspeed.inference.v2.modules": "deepspeed.inference",
-        "deepspeed.runtime.domino.transformer": "deepspeed.runtime.domino",
-    }
-    themselves = "module_inject accelerator.abstract_accelerator comm.torch profiling.flops_profiler.profiler "
-    themselves += "moe.sharded_moe runtime.zero.mics utils.nvtx"
-    wanted |= {f"deepspeed.{name}": f"deepspeed.{name}" for name in themselves.split()}
-    others = ["deepspeed.runtime.of_nobody", "of_nobody", "deepspeed.compression.helper"]
-    said, unseen = answer(MODULES, [*wanted, *others])
-    for name, missing in wanted.items():
+THEMSELVES = "module_inject accelerator.abstract_accelerator comm.torch profiling.flops_profiler.profiler "
+THEMSELVES += "moe.sharded_moe runtime.zero.mics utils.nvtx"
+WANTED = {
+    "deepspeed.inference.v2.modules": "deepspeed.inference",
+    "deepspeed.runtime.domino.transformer": "deepspeed.runtime.domino",
+    **{f"deepspeed.{name}": f"deepspeed.{name}" for name in THEMSELVES.split()},
+}
+OTHERS = ["deepspeed.runtime.of_nobody", "of_nobody", "deepspeed.compression.helper"]
+
+
+def test_a_module_that_is_not_here_says_what_to_use(answers: list[Any]) -> None:
+    said, unseen = answers[0]
+    for name, missing in WANTED.items():
         assert said.pop(name) == [missing, f"{missing} is not in zero, which is here as deepspeed: {INSTEAD[missing]}"]
     page = "is not in zero, which is here as deepspeed: docs/deepspeed.md says what there is"
     assert said == {
@@ -139,8 +154,8 @@ print(json.dumps([said, there, torch]))
 """
 
 
-def test_what_is_refused_can_be_imported_and_says_what_to_use_where_it_is_made() -> None:
-    said, there, versions = answer(KINDS)
+def test_what_is_refused_can_be_imported_and_says_what_to_use_where_it_is_made(answers: list[Any]) -> None:
+    said, there, versions = answers[1]
     names = ["moe.layer.MoE", "pipe.LayerSpec", "pipe.PipelineModule", "checkpoint.utils.get_model_ckpt_name_for_rank"]
     for text, name in zip(said.values(), [f"deepspeed.{name}" for name in names], strict=False):
         assert text == f"{name} is not in zero, which is here as deepspeed: {INSTEAD[name]}"

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from marks import each_once
+from marks import longer
 from nodes import environment
 
 from zero.__main__ import main
@@ -106,7 +106,8 @@ def test_help_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "buffered"), each_once([["schema"], ["report", "--no-measure"], ["run", "--help"]], [True, False])
+    ("arguments", "buffered"),
+    [(["schema"], False), (["run", "--help"], True), *longer((["report", "--no-measure"], True))],
 )
 def test_a_closed_pipe_ends_the_command_quietly(arguments: list[str], buffered: bool) -> None:
     reader, writer = os.pipe()
