@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -22,8 +23,9 @@ from zero.memory.state_placement import StatePlacement
 from zero.memory.store import Store
 from zero.memory.streamed_store import Slots, StreamedStore
 from zero.memory.streams import Streams
-from zero.plan.memory import SLOTS, UnitBytes, host_bytes, host_table, unit_bytes
+from zero.plan.memory import SLOTS, Scheme, host_bytes, host_table
 from zero.plan.placement import Where, is_updated, keeps_copy, place
+from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
 
 
@@ -37,38 +39,27 @@ class Offload:
         self,
         section: ZeroOptimization,
         aio: AioSection,
-        ratio: float,
         plans: Sequence[UnitPlan],
+        scheme: Scheme,
+        ranks: Sequence[int],
         world: World,
-        shards: Sequence[Axis],
         device: torch.device,
-        numerics: MixedPrecisionPolicy,
         streams: Streams,
-        streamed: bool = False,
     ) -> None:
         """Take all memory that will be needed; RuntimeError with a table, on all ranks, where one has too little.
 
-        `shards`: the axis along which each unit is cut; `ratio`: the part of the trained elements whose state leaves
-        the device; `streamed`: it comes back for updates.
+        `ranks`: the place of this one on the axis along which each unit is cut.
         """
         state, params = section.offload_optimizer, section.offload_param
         self._state, self._params, self._drive = state, params, aio
-        self._plans = plans
+        self._plans, self._scheme, self.placements = plans, scheme, scheme.placements
         self._device, self._events = device, world.watchdog.events
-        self._dtypes = numerics.accumulate, numerics.resting_dtype(world, shards)
-        self._separate = has_own_memory(device)
-        where, parts = (Where(state.device), Where(params.device)), [shard.size for shard in shards]
-        self.placements = place(plans, parts, *where, ratio, params.max_in_cpu, streamed)
-        self._numel = [plan.layout.numel // shard.size for plan, shard in zip(plans, shards, strict=True)]
-        self._held: list[UnitBytes] = [
-            unit_bytes(plan, at, shard.rank, shard.size, numerics.formats, self._dtypes, self._separate)
-            for plan, at, shard in zip(plans, self.placements, shards, strict=True)
-        ]
+        self._held = scheme.held(plans, ranks)
         self.host = host_bytes(self._held, state.buffer_count, params.buffer_count)
         self._arena: PinnedArena | None = None
         self._aio: Aio | None = None
         self.swap_files: dict[str, SwapFile] = {}
-        self._streams, self._staging = streams, StagingBuffers(device, self._separate, streams.down)
+        self._streams, self._staging = streams, StagingBuffers(device, scheme.mirrored, streams.down)
         self._slots: Slots | None = None
         # All ranks of a host look at what is free before one of them takes any.
         self._all(self._check_room, world)
@@ -92,7 +83,7 @@ class Offload:
             shard_device=cpu if shard_offloaded else self._device,
             streams=self._streams,
             shard_offloaded=shard_offloaded,
-            shard_copied=is_updated(plan) and keeps_copy(placement, self._separate),
+            shard_copied=is_updated(plan) and keeps_copy(placement, self._scheme.mirrored),
             state_store=self._state_store(index),
             shard_store=self._shard_store(index),
             host_gradients=self._accumulator(index) if updated_on_host else None,
@@ -127,9 +118,10 @@ class Offload:
         return self.swap_files["param"].store(self._plans[index].name, held.file.parameters)
 
     def _accumulator(self, index: int) -> HostGradAccumulator:
-        here, away = (DTYPES[dtype] for dtype in self._dtypes)
-        memory = self._arena.take(self._held[index].host.gradients)[: self._numel[index] * away.itemsize]
-        return HostGradAccumulator(memory.view(away), here, self._staging)
+        dtype, scheme = DTYPES[self._scheme.resting], self._scheme
+        numel = self._plans[index].layout.numel // scheme.parts[index]
+        memory = self._arena.take(self._held[index].host.gradients)[: numel * dtype.itemsize]
+        return HostGradAccumulator(memory.view(dtype), DTYPES[scheme.accumulate], self._staging)
 
     def _all(self, what: Callable[[World], None], world: World) -> None:
         """Have every rank do `what`; RuntimeError on all ranks where one cannot."""
@@ -173,6 +165,33 @@ class Offload:
 def is_enabled(section: ZeroOptimization) -> bool:
     """Whether anything leaves the device."""
     return (section.offload_optimizer.device, section.offload_param.device) != ("none", "none")
+
+
+def unplaced(
+    sharding: Sharding, shards: Sequence[Axis], world: World, device: torch.device, numerics: MixedPrecisionPolicy
+) -> Scheme:
+    """How an engine cuts and adds up its state, before it is chosen where that rests."""
+    return Scheme(
+        sharding,
+        [shard.size for shard in shards],
+        formats=numerics.formats,
+        accumulation=numerics.accumulation,
+        accumulate=numerics.accumulate,
+        resting=numerics.resting_dtype(world, shards),
+        mirrored=has_own_memory(device),
+    )
+
+
+def placed(
+    section: ZeroOptimization, plans: Sequence[UnitPlan], scheme: Scheme, ratio: float, streamed: bool
+) -> Scheme:
+    """With the place where the state of each unit rests.
+
+    `ratio`: the part of the trained elements whose state leaves the device; `streamed`: it comes back for updates.
+    """
+    where = Where(section.offload_optimizer.device), Where(section.offload_param.device)
+    placements = place(plans, scheme.parts, *where, ratio, section.offload_param.max_in_cpu, streamed)
+    return replace(scheme, placements=placements)
 
 
 def has_own_memory(device: torch.device) -> bool:

@@ -5,33 +5,25 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from zero.config.zero_section import ZeroOptimization
 from zero.core.agree import agree
-from zero.core.mixed_precision import MixedPrecisionPolicy
-from zero.core.offload import has_own_memory
-from zero.core.world import Axis, World
+from zero.core.world import World
 from zero.log import rank_zero
 from zero.memory.available import available_nbytes
 from zero.memory.update_costs import RESERVE
 from zero.plan.memory import MIB, SLOTS, Scheme, alive_nbytes
 from zero.plan.placement import Placement, Where, is_updated
-from zero.plan.sharding import Sharding
 from zero.plan.units import Parts, UnitPlan, of_each
 
 _GATHERED = 2  # units whose parameters and gradients are full at the same time: one in use, one in transfer
 
 
 def choose_ratio(
-    section: ZeroOptimization,
-    plans: Sequence[UnitPlan],
-    world: World,
-    shards: Sequence[Axis],
-    device: torch.device,
-    sharding: Sharding,
-    numerics: MixedPrecisionPolicy,
+    section: ZeroOptimization, plans: Sequence[UnitPlan], scheme: Scheme, world: World, device: torch.device
 ) -> float:
     """The ratio for `place`: what the JSON says, or where that is "auto" one by free memory; collective then.
 
@@ -42,13 +34,11 @@ def choose_ratio(
     place = section.offload_optimizer
     if place.ratio != "auto" or place.device == "none":
         return 1.0 if place.ratio == "auto" else place.ratio
-    if place.device == "cpu" and not has_own_memory(device):
+    if place.device == "cpu" and not scheme.mirrored:
         text = "state takes the same memory on either side"
         ratio, numel, nbytes = 1.0, 0, 0
     else:
-        own, reserve = room_for_state(section, plans, world, shards, device, sharding, numerics)
-        parts = [shard.size for shard in shards]
-        scheme = Scheme(sharding, parts, formats=numerics.formats, accumulate=numerics.accumulate)
+        own, reserve = room_for_state(section, plans, scheme, world, device)
         each = [held.device for held in scheme.held(plans)]
         sizes = [held.record + held.gradients for held in each]
         if place.zero.update != "host":  # gradients stay, too
@@ -60,7 +50,7 @@ def choose_ratio(
             f"each rank's device has {room / MIB:,.1f} MiB for state, beside parameters, gradients and a reserve of "
             f"{reserve / MIB:,.1f} MiB ({RESERVE:.0%}) for activations"
         )
-        ratio, numel, nbytes = fitting(plans, sizes, parts, room)
+        ratio, numel, nbytes = fitting(plans, sizes, scheme.parts, room)
     chosen = f"ratio {ratio:.4g}, {numel:,} parameters ({nbytes / MIB:,.1f} MiB) stay"
     rank_zero(logging.INFO, "offload_optimizer.ratio 'auto': %s. Chosen: %s", text, chosen)
     return ratio
@@ -86,13 +76,7 @@ def fitting(units: Sequence[UnitPlan], sizes: Sequence[int], parts: Parts, room:
 
 
 def room_for_state(
-    section: ZeroOptimization,
-    plans: Sequence[UnitPlan],
-    world: World,
-    shards: Sequence[Axis],
-    device: torch.device,
-    sharding: Sharding,
-    numerics: MixedPrecisionPolicy,
+    section: ZeroOptimization, plans: Sequence[UnitPlan], scheme: Scheme, world: World, device: torch.device
 ) -> tuple[float, float]:
     """Bytes of this rank's device for optimizer state and reduced gradients, and those reserved for activations.
 
@@ -101,14 +85,8 @@ def room_for_state(
     free, total = device_memory(world, device)
     largest = [plan.name for plan in sorted(plans, key=lambda plan: plan.layout.numel)[-_GATHERED:]]
     away = Placement(Where.HOST, Where(section.offload_param.device))
-    scheme = Scheme(
-        sharding,
-        [shard.size for shard in shards],
-        accumulation=numerics.accumulation,
-        accumulate=numerics.accumulate,
-        placements=[away] * len(plans),
-    )
     local = [plan.name for plan in plans if plan.requires_grad] if scheme.collected else largest
+    scheme = replace(scheme, placements=[away] * len(plans))
     held = alive_nbytes(plans, scheme, gathered=largest, local_gradients=local)
     return free - RESERVE * total - held.parameters - held.gradients, RESERVE * total
 

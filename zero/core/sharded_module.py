@@ -23,7 +23,7 @@ from zero.core.init.deferred_param import DeferredParam
 from zero.core.leaf import is_apart, z3_leaf_module
 from zero.core.mesh import Meshes
 from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
-from zero.core.offload import Offload, is_enabled
+from zero.core.offload import Offload, is_enabled, placed, unplaced
 from zero.core.owner import axes_of, cut_of, owner_of
 from zero.core.prefetcher import ParamPrefetcher, in_backward
 from zero.core.ratio import choose_ratio
@@ -241,9 +241,11 @@ def wrap(
     section = settings.zero_optimization
     if is_enabled(section):
         shards = [mesh.shard for mesh in shared]
-        ratio = choose_ratio(section, plans, world, shards, device, sharding, numerics)
-        streamed = is_streamed(section, plans, ratio, world, shards, device, sharding, numerics, fused)
-        offload = Offload(section, settings.aio, ratio, plans, world, shards, device, numerics, streams, streamed)
+        scheme = unplaced(sharding, shards, world, device, numerics)
+        ratio = choose_ratio(section, plans, scheme, world, device)
+        streamed = is_streamed(section, plans, scheme, ratio, world, device, fused)
+        scheme, ranks = placed(section, plans, scheme, ratio, streamed), [shard.rank for shard in shards]
+        offload = Offload(section, settings.aio, plans, scheme, ranks, world, device, streams)
     units, freed = [], Freed()
     try:
         for index, plan in enumerate(plans):

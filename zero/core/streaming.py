@@ -11,9 +11,8 @@ import torch
 from zero.config.zero_section import OffloadOptimizer, ZeroOptimization
 from zero.core import offload
 from zero.core.agree import agree
-from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.core.ratio import room_for_state
-from zero.core.world import Axis, World
+from zero.core.world import World
 from zero.kernels.formulas import Adam
 from zero.kernels.moments import Moment
 from zero.kernels.step import step
@@ -21,8 +20,6 @@ from zero.log import rank_zero
 from zero.memory.available import host_threads
 from zero.memory.update_costs import UpdateCosts, UpdateRates, update_costs
 from zero.plan.memory import MIB, Scheme
-from zero.plan.placement import Where, place
-from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
 
 _NBYTES = 1 << 26  # of a trial copy; and of each array of a trial step
@@ -50,38 +47,27 @@ def refuse_streaming(section: OffloadOptimizer, device: torch.device, fused: boo
 def is_streamed(
     section: ZeroOptimization,
     plans: Sequence[UnitPlan],
+    scheme: Scheme,
     ratio: float,
     world: World,
-    shards: Sequence[Axis],
     device: torch.device,
-    sharding: Sharding,
-    numerics: MixedPrecisionPolicy,
     fused: bool,
 ) -> bool:
     """Whether state comes to the device to be updated: what the JSON says; where that is "auto", collective.
 
     Then rates are measured, and all ranks choose by the one that would be slowest, or has the least room.
     """
-    state, params, parts = section.offload_optimizer, section.offload_param, [shard.size for shard in shards]
+    state = section.offload_optimizer
     if state.zero.update != "auto" or state.device == "none":
         return state.zero.update == "gpu"
     line = "offload_optimizer.zero.update 'auto': "
-    if not (fused and offload.has_own_memory(device)):
+    if not (fused and scheme.mirrored):
         why = "the optimizer is not our kernels' alone" if not fused else f"'{device}' shares the host's memory"
         rank_zero(logging.INFO, "%shost, as %s", line, why)
         return False
-    places = place(plans, parts, Where(state.device), Where(params.device), ratio, params.max_in_cpu)
-    resting, found = numerics.resting_dtype(world, shards), rates(device)
-    scheme = Scheme(
-        sharding,
-        parts,
-        formats=numerics.formats,
-        accumulate=numerics.accumulate,
-        resting=resting,
-        placements=places,
-    )
-    costs = update_costs(plans, scheme, found)
-    lacks = costs.nbytes - room_for_state(section, plans, world, shards, device, sharding, numerics)[0]
+    found = rates(device)
+    costs = update_costs(plans, offload.placed(section, plans, scheme, ratio, False), found)
+    lacks = costs.nbytes - room_for_state(section, plans, scheme, world, device)[0]
     on_device, on_host, lacks = map(max, zip(*agree([costs.on_device, costs.on_host, lacks], world), strict=True))
     chosen = UpdateCosts(on_device, on_host, costs.through, lacks).streams(0)
     rank_zero(

@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,13 @@ _PRECISIONS = {name: {name: {"enabled": True}} for name in _PRECISION} | {"fp32"
 _OPTIMIZERS = {name: {"optimizer": {"type": name}} for name in ("AdamW", "Adam", "Lion", "SGD", "Adagrad")}
 
 Parse = Callable[[str], Any]
+"""Reads an answer; raises ArgumentTypeError with what was wanted."""
+Ask = Callable[[str, Any, Parse], Any]
+"""Gives the answer to a question, which has a default."""
 
 
 class NoAnswer(Exception):
     """The terminal was closed."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question, its default, and how an answer is read, which raises ArgumentTypeError with what was wanted."""
-
-    text: str
-    default: Any
-    parse: Parse
 
 
 def run(given: argparse.Namespace) -> int:
@@ -73,10 +66,10 @@ def _write(given: argparse.Namespace) -> int:
         check_writable(given.output, "--output")
     values: dict[str, Any] = {}
     fixed = {override(values, text) for text in given.set}
-    ask = _default if given.default else _ask
-    numel = given.params or ask(Question("parameters of the model, such as 7e9", 1e9, above_zero))
-    ranks = given.world or ask(Question("ranks (one for each GPU)", 8, at_least(1)))
-    memory = given.memory or ask(Question("GB of memory of one device", 80.0, above_zero))
+    ask = (lambda text, default, parse: default) if given.default else _ask
+    numel = given.params or ask("parameters of the model, such as 7e9", 1e9, above_zero)
+    ranks = given.world or ask("ranks (one for each GPU)", 8, at_least(1))
+    memory = given.memory or ask("GB of memory of one device", 80.0, above_zero)
 
     def is_open(*keys: str) -> bool:
         return not any(_same_or_inside(said, key) for said in fixed for key in keys)
@@ -85,17 +78,17 @@ def _write(given: argparse.Namespace) -> int:
         return estimate(numel, {**_OPTIMIZERS["AdamW"], **values, **more}, ranks, device=given.device)
 
     if is_open(*_PRECISION):
-        values |= _PRECISIONS[ask(_sized_question("precision", _PRECISIONS, sized))]
+        values |= _PRECISIONS[_ask_sized(ask, "precision", _PRECISIONS, sized)]
     if is_open("optimizer"):
-        values |= {"optimizer": {"type": ask(_sized_question("optimizer", _OPTIMIZERS, sized))}}
-        values["optimizer"]["params"] = {"lr": ask(Question("learning rate", 1e-4, _not_negative))}
+        values |= {"optimizer": {"type": _ask_sized(ask, "optimizer", _OPTIMIZERS, sized)}}
+        values["optimizer"]["params"] = {"lr": ask("learning rate", 1e-4, _not_negative)}
     for keys, text, default, parse in (
         (("train_micro_batch_size_per_gpu",), "samples of one forward on one rank", 1, at_least(1)),
         (_ACCUMULATION, "forwards on one rank per step", 1, at_least(1)),
         (("gradient_clipping",), "largest norm of the gradients (0: any)", 1.0, _not_negative),
     ):
         if is_open(*keys):
-            values[keys[0]] = ask(Question(text, default, parse))
+            values[keys[0]] = ask(text, default, parse)
     if is_open(*_PLACE):
         values["zero_optimization"] = {**values.get("zero_optimization", {}), **_place(ask, sized({}), memory)}
     found = estimate(numel, values, ranks, device=given.device)
@@ -110,16 +103,16 @@ def _write(given: argparse.Namespace) -> int:
     return 0
 
 
-def _sized_question(what: str, choices: Mapping[str, Any], sized: Callable[[Mapping[str, Any]], Estimate]) -> Question:
+def _ask_sized(ask: Ask, what: str, choices: Mapping[str, Any], sized: Callable[[Mapping[str, Any]], Estimate]) -> str:
     """Which of these choices; says the memory that a whole replica takes with each."""
     _say(f"{what}, and the memory of a rank that keeps all state (stage 0), without activations:")
     for name, section in choices.items():
         _say(f"  {name:<8} {sized(section).rows[0].device.total / GB:,.2f} GB")
     names = tuple(choices)
-    return Question(f"{what}: {', '.join(names)}", names[0], _one_of(names))
+    return ask(f"{what}: {', '.join(names)}", names[0], _one_of(names))
 
 
-def _place(ask: Callable[[Question], Any], found: Estimate, memory: float) -> dict[str, Any]:
+def _place(ask: Ask, found: Estimate, memory: float) -> dict[str, Any]:
     """Ask for stage and placement, each with its memory; the default is the first that leaves room."""
     _say(f"stage and placement, and what {of_each(found.ranks)} holds, without activations:")
     for number, row in enumerate(found.rows, 1):
@@ -131,13 +124,13 @@ def _place(ask: Callable[[Question], Any], found: Estimate, memory: float) -> di
     numbers = tuple(str(number) for number in range(1, len(totals) + 1))
     default = str(fits[0] if fits else totals.index(min(totals)) + 1)
     text = f"which of them (default: the first that leaves {1 - _ROOM:.0%} of {memory:g} GB for activations)"
-    choice = found.rows[int(ask(Question(text, default, _one_of(numbers)))) - 1].choice
+    choice = found.rows[int(ask(text, default, _one_of(numbers))) - 1].choice
     section: dict[str, Any] = {"stage": choice.stage}
     for name, device in (("offload_optimizer", choice.optimizer), ("offload_param", choice.params)):
         if device != "none":
             section[name] = {"device": device}
         if device == "nvme":
-            section[name]["nvme_path"] = ask(Question(f"folder on a fast local drive, for {name}", "/tmp", str))
+            section[name]["nvme_path"] = ask(f"folder on a fast local drive, for {name}", "/tmp", str)
     return section
 
 
@@ -150,21 +143,17 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _default(question: Question) -> Any:
-    return question.default
-
-
-def _ask(question: Question) -> Any:
+def _ask(text: str, default: Any, parse: Parse) -> Any:
     """The answer of the user, the default for an empty one; asks again until it can be read."""
     while True:
-        print(f"{question.text} [{_shown(question.default)}]: ", end="", file=sys.stderr, flush=True)
+        print(f"{text} [{_shown(default)}]: ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
             raise NoAnswer
         if not line.strip():
-            return question.default
+            return default
         try:
-            return question.parse(line.strip())
+            return parse(line.strip())
         except argparse.ArgumentTypeError as error:
             _say(f"  {error}")
 

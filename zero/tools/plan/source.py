@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -89,7 +90,7 @@ def _of_folder(folder: Path, sequence: int, device: torch.device) -> tuple[nn.Mo
     kind = getattr(transformers, named[0], None) if named else None
     with device, _NoValues():
         model = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind._from_config(config)
-    if model.main_input_name != "input_ids" or "labels" not in _arguments(model):
+    if model.main_input_name != "input_ids" or "labels" not in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"model: a {type(model).__name__} takes more than ids and labels of tokens, and what is not known; write a "
             "function that gives (model, inputs), and say module:function"
@@ -97,9 +98,3 @@ def _of_folder(folder: Path, sequence: int, device: torch.device) -> tuple[nn.Mo
     tokens = torch.zeros(_TOKENS, sequence, dtype=torch.long, device=device)
     model.config.use_cache = False
     return model, {"input_ids": tokens, "labels": tokens}
-
-
-def _arguments(model: nn.Module) -> Mapping[str, Any]:
-    import inspect
-
-    return inspect.signature(model.forward).parameters
