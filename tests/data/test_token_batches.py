@@ -213,6 +213,7 @@ def test_what_does_not_fit_the_loader_is_refused():
         ([5, 0], {}, r"lengths\[1\]: got 0"),
         ([5, 2.0], {}, r"lengths\[1\]: got 2.0"),
         ([5, "x"], {}, r"lengths\[1\]: got 'x'"),
+        ([5], {"accumulation": 0}, "accumulation: got 0, wanted an integer of at least 1"),
         ([5], {"accumulation": 2}, "got 1 sample for accumulation=2 on 1 rank"),
         ([5], {"balance": "flops"}, "6 \\* hidden_size"),
         ([5], {"balance": "flop"}, "balance: got 'flop'"),

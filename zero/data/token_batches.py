@@ -67,12 +67,15 @@ class TokenBatchSampler(Sampler[list[int]]):
                 f'balance: got {balance!r} with cost={cost}, wanted "tokens" without a cost, or "flops" with '
                 "cost=(a, b), for transformers (6 * hidden_size, 1)"
             )
+        for name, number in (("max_tokens", max_tokens), ("accumulation", accumulation)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}: got {number!r}, wanted an integer of at least 1")
         self.rank, self.world_size = _rank_of(rank, world_size)
         self.lengths, self.max_tokens = _checked(lengths, max_tokens), max_tokens
         self.seed, self.drop_last, self.equal = seed, drop_last, equal
         self._cost, self.accumulation = cost or (1, 0), accumulation
         self._most = self.world_size * accumulation  # batches of a step
-        if self._most < 1 or (equal and len(self.lengths) < self._most):
+        if equal and len(self.lengths) < self._most:
             raise ValueError(
                 f"lengths: got {log.counted(len(self.lengths), 'sample')} for accumulation={accumulation} on "
                 f"{log.counted(self.world_size, 'rank')}; wanted one for each batch, or equal=False"
