@@ -67,19 +67,22 @@ class Model(nn.Module):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="time epochs of padded batches and of batches within a budget")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--samples", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a padded batch on one rank")
+    parser.add_argument("--samples", type=int, default=768)
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a padded batch on one rank")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
 
 
 def dataset(count: int, seed: int) -> list[torch.Tensor]:
-    """Sequences that add the same number again and again, of log-normal lengths from 8 to 1,024, 64 in the middle."""
+    """Sequences of a rule with one random token in ten, of log-normal lengths from 8 to 1,024, 64 in the middle."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.empty(count).log_normal_(4.16, 1.0, generator=generator).clamp(8, 1024).long().tolist()
-    first = torch.randint(0, VOCABULARY, (count, 2), generator=generator)
-    return [(start + step * torch.arange(n + 1)) % VOCABULARY for n, (start, step) in zip(lengths, first, strict=True)]
+    noise = torch.rand(count, 1025, generator=generator) < 0.1
+    tokens = torch.randint(0, VOCABULARY, (count, 1025), generator=generator)
+    for at in range(1, 1025):
+        tokens[:, at] = tokens[:, at].where(noise[:, at], (5 * tokens[:, at - 1] + 3) % VOCABULARY)
+    return [row[: length + 1] for row, length in zip(tokens, lengths, strict=True)]
 
 
 def row(sequences: list[torch.Tensor], length: int | None = None) -> Batch:
@@ -109,7 +112,7 @@ def steps(way: str, data: list[torch.Tensor], epoch: int, args: Any, rank: int) 
         lengths,
         max(budget, max(lengths)),
         balance="flops" if "flops" in way else "tokens",
-        **({"hidden_size": WIDTH} if "flops" in way else {}),
+        cost=(6 * WIDTH, 1) if "flops" in way else None,
         accumulation=1 + unequal,
         equal=not unequal,
         rank=rank,
@@ -131,7 +134,7 @@ def measured(rank: int, args: Any) -> dict[str, list[tuple[float, int, int, floa
                 "managed_gradient_accumulation": False,
                 "zero": {"mean": "tokens"},
                 "zero_optimization": {"stage": 1},
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+                "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
                 "gradient_clipping": 1.0,
                 "steps_per_print": float("inf"),
             }

@@ -280,6 +280,28 @@ def test_a_script_with_two_engines(command):
     assert table["stage 3"].endswith("DIFFERS: first in the gradient of 'engine 1: norm.weight' at step 1")
 
 
+UNEQUAL = """
+    import torch
+    import zero
+    from models import batch, config, make_net
+
+    more = {"zero": {"mean": "tokens"}, "managed_gradient_accumulation": False}
+    engine, *_ = zero.initialize(model=make_net(), config=config(0, 2, **more))
+    for step in range(50):
+        for index in range(2 * ((step + engine.global_rank) % 2)):
+            loss = engine(*batch(100 * step + 10 * index + engine.global_rank, 2))
+            engine.backward(loss, tokens=3 + 4 * index)
+        engine.step()
+"""
+
+
+@pytest.mark.long
+def test_a_script_whose_ranks_run_different_numbers_of_micro_batches(command):
+    ended = command(UNEQUAL, "--nproc", "2", "--steps", "2", "--accumulation", "1", "--stages", "1,3", "script")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert all(line.endswith("within rounding") for line in table_of(ended).values())
+
+
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [
