@@ -35,6 +35,7 @@ UNTESTED = "real nodes: not tested here, because "  # a skip that begins so is s
 FLAGS = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"}}
 
 QUICK = {"kernels", "plan", "config"}  # folders
+TOGETHER = {"huggingface"}  # too
 
 SECONDS = 600.0  # that no single test takes, however busy the machine is; the longest takes one of these minutes
 LONG_SECONDS = 3600.0  # the same of a test that is marked `long`
@@ -77,6 +78,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if why := why_not_here(item.nodeid):
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deals files to processes, but a folder of `TOGETHER` to one: its ranks import libraries for seconds each."""
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            folder = file.rpartition("/")[0]
+            return folder if folder.rpartition("/")[2] in TOGETHER else file
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

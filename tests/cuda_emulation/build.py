@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +16,7 @@ from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent.parent / "csrc"
+SOURCES = {".cu", ".cuh", ".cpp", ".h", ".hpp"}
 
 # (object, source, flags); a wide access that is not aligned traps, as it does on a GPU. The bindings are not tested
 # for speed either: -O0 compiles them in half the time.
@@ -60,13 +63,38 @@ def build_device(folder: Path) -> None:
     _run([*(compiler() or ["c++"]), *flags, source, "-o", target, "-lc10", "-ltorch_cpu"])
 
 
-def build(folder: Path) -> ModuleType:
-    """Compile into ``folder`` and return the module; raises RuntimeError with the compiler's words."""
+def _digest(cxx: list[str]) -> str:
+    """Of all that decides what is compiled."""
     import pybind11
 
+    version = subprocess.run([*cxx, "--version"], capture_output=True, text=True, check=False).stdout
+    told = repr((version, pybind11.__version__, sys.version, COMMON_FLAGS, OBJECTS))
+    files = sorted(path for path in (*CSRC.iterdir(), *HERE.iterdir()) if path.suffix in SOURCES)
+    return hashlib.sha256(told.encode() + b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def build(folder: Path) -> ModuleType:
+    """The module in ``folder``, compiled if none is there of these sources; raises RuntimeError with what g++ says."""
     cxx = compiler()
     if cxx is None:
         raise RuntimeError("no C++ compiler")
+    target = folder / _digest(cxx) / "_cuda.so"
+    if not target.exists():
+        shutil.rmtree(folder)  # what older sources gave
+        target.parent.mkdir(parents=True)
+        _compile(cxx, target)
+    spec = importlib.util.spec_from_file_location("_cuda", target)
+    if spec is None or spec.loader is None:
+        raise RuntimeError(f"{target} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compile(cxx: list[str], target: Path) -> None:
+    import pybind11
+
+    folder = target.parent
     includes = [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_paths()['include']}"]
     commands = [
         [*cxx, *COMMON_FLAGS, *includes, *flags, "-c", str(CSRC / source), "-o", str(folder / name)]
@@ -74,11 +102,5 @@ def build(folder: Path) -> ModuleType:
     ]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         list(pool.map(_run, commands))
-    target = folder / "_cuda.so"
-    _run([*cxx, "-shared", *(str(folder / name) for name, _, _ in OBJECTS), "-o", str(target)])
-    spec = importlib.util.spec_from_file_location("_cuda", target)
-    if spec is None or spec.loader is None:
-        raise RuntimeError(f"{target} cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    _run([*cxx, "-shared", *(str(folder / name) for name, _, _ in OBJECTS), "-o", f"{target}.partial"])
+    Path(f"{target}.partial").rename(target)

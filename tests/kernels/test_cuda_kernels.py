@@ -38,12 +38,13 @@ every_kind = pytest.mark.parametrize(("name", "fmt"), KINDS)
 
 
 @pytest.fixture(scope="module")
-def module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """``zero._cuda`` for the processor, built once."""
+def module(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """``zero._cuda`` for the processor, built once for these sources: it is kept in pytest's cache."""
     if compiler() is None:
         pytest.skip("no C++ compiler to emulate the CUDA kernels with")
     pytest.importorskip("pybind11")
-    return build(tmp_path_factory.mktemp("cuda_on_cpu"))
+    cache = getattr(request.config, "cache", None)
+    return build(tmp_path_factory.mktemp("cuda_on_cpu") if cache is None else cache.mkdir("cuda_on_cpu"))
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def emulated(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.fixture(params=["host", "emulated", pytest.param("gpu", marks=GPU)])
+@pytest.fixture(params=[pytest.param("host", marks=pytest.mark.long), "emulated", pytest.param("gpu", marks=GPU)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where tensors are. The first GPU must run the compiled kernels."""
     if request.param != "gpu":

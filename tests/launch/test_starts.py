@@ -138,6 +138,7 @@ def slurm(rank: int, job: int, step: str = "0") -> dict[str, str]:
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_processes_that_have_what_srun_sets(wanted: list[str]) -> None:
     job = os.getpid()  # no other run of this test has it
     found = lines(*[begin([sys.executable, SCRIPT, "again"], **slurm(rank, job)) for rank in (1, 0)])
