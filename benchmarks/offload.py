@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from measure import Stat, machine_line, rotated, run_ranks, slowest, stat, table
 from offload_disk import disk_rates
-from offload_prediction import Rates, UnitSizes, measure, unit_times
+from offload_prediction import Rates, measure, unit_times
 from offload_variants import OURS, TITLES, Sizes, absent, make
 
 from zero.memory.available import host_threads
 from zero.plan.formats import ITEMSIZE
+from zero.plan.memory import Scheme
 from zero.sizes.step_time import DEVICE, DOWN, DRIVE, HOST, UP, Prediction, predict
 
 GIB = 2**30
@@ -39,8 +40,8 @@ class Work(NamedTuple):
     """Of one of ours: what the prediction is made from."""
 
     plans: Sequence[Any]
-    placements: Sequence[Any]
-    sizes: UnitSizes
+    scheme: Scheme
+    rank: int
     rates: Rates
     norm: float
 
@@ -158,15 +159,14 @@ def work_of(variant: Any, sizes: Sizes, rank: int) -> tuple[int, Work | None]:
         read, write = disk_rates(sizes.folder)
         rates = rates._replace(read=read, write=write)
     offload = sharded.offload
-    held = UnitSizes(sharded.units[0].mesh.shard.rank, sharded.units[0].mesh.shard.size, formats, offload._gradients)
-    plans = [unit.plan for unit in sharded.units]
-    return offload.host.memory + offload.host.files, Work(plans, offload.placements, held, rates, norm)
+    plans, own = [unit.plan for unit in sharded.units], sharded.units[0].mesh.shard.rank
+    return offload.host.memory + offload.host.files, Work(plans, offload.scheme, own, rates, norm)
 
 
 def predicted(work: Work, base: Sequence[Turn], device: str) -> Prediction:
     """The step from bytes and rates, with the forward and backward of the run without offload."""
     forward, backward = (stat([value for one in base for value in getattr(one, part)]).median for part in PARTS)
-    times = unit_times(work.plans, work.placements, work.sizes, work.rates, forward, backward)
+    times = unit_times(work.plans, work.scheme, work.rank, work.rates, forward, backward)
     # On a CPU both work on the same cores and the same memory.
     same = (DRIVE,) if device == "cuda" else (DRIVE, (DEVICE, HOST))
     return predict(times, work.norm, same=same)
@@ -205,7 +205,7 @@ def row(name: str, turns: Sequence[Turn], base: Sequence[Turn], sizes: Sizes) ->
 
 def rates(one: Turn) -> str:
     """What the machine was measured to do in this turn."""
-    found, formats, itemsize = one.work.rates, one.work.sizes.formats, ITEMSIZE[one.work.plans[0].dtype]
+    found, formats, itemsize = one.work.rates, one.work.scheme.formats, ITEMSIZE[one.work.plans[0].dtype]
     # Gradient read; parameter, what is kept beside it for its exact value, and moments read and written.
     dtype = one.work.plans[0].dtype
     moments = formats.moments_nbytes(1 << 20) / (1 << 20)

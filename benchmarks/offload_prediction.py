@@ -13,9 +13,9 @@ from zero.kernels.formulas import Adam, Formula, Lion, Sgd
 from zero.kernels.moments import Moment
 from zero.kernels.step import step
 from zero.plan.formats import Formats
-from zero.plan.memory import unit_bytes
-from zero.plan.placement import Placement, Where, is_updated
-from zero.plan.units import UnitPlan
+from zero.plan.memory import Scheme
+from zero.plan.placement import Where, is_updated
+from zero.plan.units import UnitPlan, of_each
 from zero.sizes.step_time import UnitTimes
 
 NUMEL = 1 << 23  # of an update that is tried out
@@ -40,19 +40,10 @@ class Rates(NamedTuple):
     write: float = math.inf
 
 
-class UnitSizes(NamedTuple):
-    """What decides over the bytes of a unit, beside its plan: see `record`; `gradients`, their dtype at rest."""
-
-    rank: int
-    parts: int
-    formats: Formats
-    gradients: str
-
-
 def unit_times(
     units: Sequence[UnitPlan],
-    placements: Sequence[Placement],
-    sizes: UnitSizes,
+    scheme: Scheme,
+    rank: int,
     rates: Rates,
     forward: float = 0.0,
     backward: float = 0.0,
@@ -60,13 +51,12 @@ def unit_times(
     """What one rank's part of each unit takes; `forward` and `backward` of the whole are shared out by elements."""
     whole = sum(unit.layout.numel for unit in units) or 1
     found = []
-    for unit, placement in zip(units, placements, strict=True):
-        share, shard = unit.layout.numel / whole, unit.layout.numel // sizes.parts
+    parts = of_each(scheme.parts, units)
+    for unit, placement, held, cut in zip(units, scheme.placements, scheme.held(units, rank), parts, strict=True):
+        share, shard = unit.layout.numel / whole, unit.layout.numel // cut
         away = is_updated(unit) and not placement.used_on_device
         here = is_updated(unit) and not away
         step = shard / rates.device_update if here else 0.0
-        dtypes = sizes.gradients, sizes.gradients
-        held = unit_bytes(unit, placement, sizes.rank, sizes.parts, sizes.formats, dtypes)
         record = held.away.record if placement.streamed else 0
         shown, drive = held.all.parameters, held.file.parameters
         rests = placement.params is Where.DEVICE

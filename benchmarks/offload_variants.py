@@ -101,7 +101,7 @@ class Ours(Driven):
     def norm(self) -> None:
         """Compute the global norm once, outside of a step."""
         sharded = self.engine._sharded
-        global_norm(sharded.trained, sharded.mesh, RankReport())
+        global_norm(sharded.trained, sharded.world, RankReport(), 1.0)
 
     def close(self) -> None:
         self.settle()

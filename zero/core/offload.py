@@ -32,7 +32,7 @@ from zero.plan.units import UnitPlan
 class Offload:
     """The placements of all units of one engine, and the memory behind them.
 
-    host: bytes of this rank in host memory and in files.
+    scheme: with the placement of each unit; host: bytes of this rank in host memory and in files.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Offload:
         """
         state, params = section.offload_optimizer, section.offload_param
         self._state, self._params, self._drive = state, params, aio
-        self._plans, self._scheme, self.placements = plans, scheme, scheme.placements
+        self._plans, self.scheme, self.placements = plans, scheme, scheme.placements
         self._device, self._events = device, world.watchdog.events
         self._held = scheme.held(plans, ranks)
         self.host = host_bytes(self._held, state.buffer_count, params.buffer_count)
@@ -83,7 +83,7 @@ class Offload:
             shard_device=cpu if shard_offloaded else self._device,
             streams=self._streams,
             shard_offloaded=shard_offloaded,
-            shard_copied=is_updated(plan) and keeps_copy(placement, self._scheme.mirrored),
+            shard_copied=is_updated(plan) and keeps_copy(placement, self.scheme.mirrored),
             state_store=self._state_store(index),
             shard_store=self._shard_store(index),
             host_gradients=self._accumulator(index) if updated_on_host else None,
@@ -118,7 +118,7 @@ class Offload:
         return self.swap_files["param"].store(self._plans[index].name, held.file.parameters)
 
     def _accumulator(self, index: int) -> HostGradAccumulator:
-        dtype, scheme = DTYPES[self._scheme.resting], self._scheme
+        dtype, scheme = DTYPES[self.scheme.resting], self.scheme
         numel = self._plans[index].layout.numel // scheme.parts[index]
         memory = self._arena.take(self._held[index].host.gradients)[: numel * dtype.itemsize]
         return HostGradAccumulator(memory.view(dtype), DTYPES[scheme.accumulate], self._staging)
