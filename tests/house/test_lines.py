@@ -15,29 +15,29 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 42886,
-    "zero/*.py": 1097,
+    "tests": 44054,
+    "zero/*.py": 1095,
     "zero/as_deepspeed": 1421,
     "zero/checkpoint": 2687,
     "zero/compat": 1052,
-    "zero/config": 2125,
-    "zero/core": 6686,
-    "zero/data": 703,
-    "zero/engine": 6542,
+    "zero/config": 2156,
+    "zero/core": 7002,
+    "zero/data": 1064,
+    "zero/engine": 6725,
     "zero/kernels": 2016,
     "zero/launch": 4403,
-    "zero/memory": 1631,
-    "zero/monitor": 1217,
-    "zero/optim": 2686,
-    "zero/plan": 1338,
+    "zero/memory": 1503,
+    "zero/monitor": 1245,
+    "zero/optim": 2741,
+    "zero/plan": 1524,
     "zero/recompute": 1235,
-    "zero/sizes": 1832,
+    "zero/sizes": 1749,
     "zero/tiled": 488,
-    "zero/tools": 5226,
+    "zero/tools": 5167,
     "zero/utils": 405,
     "zero/watchdog": 1387,
 }
-SUM = 93938
+SUM = 95994
 
 
 def parts() -> dict[str, int]:
