@@ -37,10 +37,9 @@ SECONDS = 120  # after which everything is killed; shortly before, each process 
 
 
 class Case(NamedTuple):
-    """What happens, at which stage, on which rank, from which step on."""
+    """What happens at stage 3, on which rank, from which step on."""
 
     what: str
-    stage: int = 3
     rank: int = 2
     step: int = 3
 
@@ -52,7 +51,6 @@ CASES = {  # those that take longest begin first
     "skip": Case("skip", step=0),
     "build": Case("build"),
     "kill": Case("kill"),
-    "kill_stage_1": Case("kill", stage=1),
     "kill_keeper": Case("kill", rank=0),  # the one whose process keeps the store
     "raise": Case("raise"),
     "raise_keeper": Case("raise", rank=0),
@@ -99,7 +97,7 @@ class TroubledNet(Net):
 def run(case: Case, rank: int, came: Path) -> None:
     """One rank, which touches `came` when it comes to the step of the trouble."""
     faulthandler.dump_traceback_later(SECONDS - 20)
-    settings = config(case.stage, WORLD, zero={"timeout": 5 * SLOW if case.what == "slow" else TIMEOUT})
+    settings = config(3, WORLD, zero={"timeout": 5 * SLOW if case.what == "slow" else TIMEOUT})
     if case.what == "build":
         block = zero.Init(config_dict_or_path=settings)
         if rank == case.rank:

@@ -25,7 +25,7 @@ from typing import Any
 
 SECONDS = 120  # a test that takes longer than this hangs
 # Imported once, in a process without threads from which all ranks are forked: for each it takes four seconds.
-PRELOADED = ["torch._dynamo", "_pytest.assertion", "zero.engine.initialize"]
+PRELOADED = ["torch._dynamo", "_pytest.assertion", "hypothesis", "zero.engine.initialize"]
 
 
 class RankError(AssertionError):

@@ -50,13 +50,13 @@ def owners(engine: Any) -> int:
     return len({rank for unit in engine.describe().units for param in unit.parameters for rank in param.owners})
 
 
-@pytest.mark.parametrize(("precision", "stages"), [("bf16", (1, 3)), *longer(("fp32", (2,)))])
+@pytest.mark.parametrize(("precision", "stages"), [("bf16", (3,)), *longer(("fp32", (1, 2)))])
 def test_all_meshes_agree_bitwise_under_the_tree(pool, precision, stages):
     for first, *others in on_all_meshes(pool, "tree", precision, stages):
         assert not [differences(record, first) for record in others if differences(record, first)]
 
 
-@pytest.mark.parametrize(("precision", "stages"), [("fp32", (2, 3)), *longer(("bf16", (1, 3)))])
+@pytest.mark.parametrize(("precision", "stages"), [("fp32", (2,)), *longer(("bf16", (1, 3)))])
 def test_all_meshes_are_as_near_to_the_truth_by_default(pool, precision, stages):
     json = {"steps": STEPS, "clipping": 0.3}
     training = Training(4, micro=micro, **json)

@@ -94,7 +94,7 @@ def differing(case: Case, folder: str) -> list[dict[str, Any]]:
 
 CASES = [
     Case(1, 2),
-    Case(2, 3, 3, more=BF16),
+    Case(2, 2, 3, more=BF16),
     Case(3, 1, clipping=0.0),
     Case(1, 2, 3, clipping=0.0, more=FP16, apart=True),
     Case(2, 2, more=moments("bf16")),
@@ -169,7 +169,6 @@ def spoiled(at: int, block: int, engine: Any, number: int, inputs: tuple[Any, ..
     ("accumulation", "at", "block", "said"),
     [
         (1, 1, 1, "'blocks.1.down.weight' is not finite (micro-step 1 of 1)"),
-        (3, 4, 0, "'blocks.0.down.weight' is not finite (micro-step 2 of 3)"),
         (3, 5, 2, "'blocks.2.down.weight' is not finite (micro-step 3 of 3)"),
     ],
 )

@@ -50,7 +50,6 @@ def unlike(model: Any, sections: list[dict[str, Any]], json: dict[str, Any], **m
 
 KNOBS = [
     {"stage3_prefetch_bucket_size": 0},
-    {"stage3_prefetch_bucket_size": 1},
     {"stage3_max_live_parameters": 1},
     {"stage3_max_reuse_distance": 10**6},
     {"stage3_param_persistence_threshold": 400},

@@ -56,10 +56,9 @@ def others(name: str, outcome: dict[str, tuple[int | None, str]]) -> list[tuple[
     return found
 
 
-@pytest.mark.parametrize("name", ["kill", "kill_stage_1"])
-def test_a_killed_rank_is_named(name: str, outcome: dict[str, tuple[int | None, str]]) -> None:
-    assert outcome[f"{name}-2"][0] == -9
-    for _, _, error in others(name, outcome):
+def test_a_killed_rank_is_named(outcome: dict[str, tuple[int | None, str]]) -> None:
+    assert outcome["kill-2"][0] == -9
+    for _, _, error in others("kill", outcome):
         assert "rank 2 gone: not heard of for" in error
         assert UNIT.search(error), error
 
