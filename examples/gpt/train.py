@@ -32,8 +32,9 @@ from tqdm import tqdm
 
 import zero
 from zero.data import RepeatingLoader
-from zero.plan.formats import is_compact
-from zero.plan.memory import StateBytes, formula_nbytes, replica_nbytes
+from zero.plan.formats import ITEMSIZE, Formats, is_compact
+from zero.plan.memory import StateBytes
+from zero.plan.sharding import Sharding
 
 DEFAULT_STEPS = 400
 """Steps of a run whose schedule has no end and that got no --steps."""
@@ -195,7 +196,7 @@ def tell(engine: Any, args: argparse.Namespace, text: Split, windows: Windows, r
     formats = engine.optimizer.shard_optimizer.formats
     compact = sum(p.numel() for p in parameters if is_compact(p.numel(), p.ndim))
     replica = replica_nbytes(numel, dtype, formats, compact)
-    formula = formula_nbytes(numel, dtype, stage, world_size, formats, compact)
+    formula = formula_nbytes(replica, stage, world_size)
     args.out.mkdir(parents=True, exist_ok=True)
     write_csv(args.out / "loss.csv", points)
     write_curve(args.out / "loss.png", points, validation, bigram)
@@ -208,6 +209,24 @@ def tell(engine: Any, args: argparse.Namespace, text: Split, windows: Windows, r
     print("\n" + verdict(len(points), validation, bigram))
     print(f"{len(points)} steps in {points[-1].seconds:.1f} s, all in {elapsed:.1f} s")
     print(f"wrote {args.out / 'loss.png'} and {args.out / 'loss.csv'}", flush=True)
+
+
+def replica_nbytes(numel: int, dtype: str, formats: Formats, compact: int) -> StateBytes:
+    """Bytes of one unsharded replica: under Adam 2 + 2 + 12 for each parameter in 16 bits, 4 + 4 + 8 in fp32.
+
+    In 16 bits the fp32 master is a third optimizer state (Rajbhandari et al. 2020, section 3.1: K = 12); `formats` may
+    make it less. compact: how many parameters are large enough for moments in such a format.
+    """
+    moments = formats.moments_nbytes(compact) + formats.moments_nbytes(numel - compact, "fp32")
+    size, master = ITEMSIZE[dtype] * numel, formats.master_dtype(dtype)
+    return StateBytes(size, size, moments + (0 if master is None else ITEMSIZE[master] * numel))
+
+
+def formula_nbytes(replica: StateBytes, stage: int, world_size: int) -> StateBytes:
+    """ZeRO's formula: each kind of a replica's bytes divided by `world_size` if the stage cuts it."""
+    cut = Sharding.of_stage(stage)
+    kinds = zip(replica, (cut.params, cut.grads, cut.optim), strict=True)
+    return StateBytes(*(nbytes // world_size if divided else nbytes for nbytes, divided in kinds))
 
 
 def verdict(steps: int, validation: float, bigram: float) -> str:

@@ -21,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data import Numbers
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 import zero
 from zero.data import Loader, TokenBatchSampler
@@ -139,8 +138,10 @@ def test_a_step_that_was_not_whole_begins_again():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdata_saves_what_its_loop_has_had(workers):
-    def loader() -> StatefulDataLoader:
-        return StatefulDataLoader(
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+
+    def loader() -> Any:
+        return torchdata.StatefulDataLoader(
             Numbers(300), batch_sampler=of(2, lengths=LENGTHS[:300]), num_workers=workers, collate_fn=list
         )
 

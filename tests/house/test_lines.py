@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44054,
+    "tests": 44050,
     "zero/*.py": 1095,
     "zero/as_deepspeed": 1421,
     "zero/checkpoint": 2687,
@@ -23,7 +23,7 @@ LIMITS = {
     "zero/config": 2156,
     "zero/core": 7002,
     "zero/data": 1064,
-    "zero/engine": 6725,
+    "zero/engine": 6727,
     "zero/kernels": 2016,
     "zero/launch": 4403,
     "zero/memory": 1503,
@@ -37,7 +37,7 @@ LIMITS = {
     "zero/utils": 405,
     "zero/watchdog": 1387,
 }
-SUM = 95994
+SUM = 95992
 
 
 def parts() -> dict[str, int]:

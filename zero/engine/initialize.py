@@ -121,8 +121,7 @@ def initialize(
     else:
         zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
-        engine = _make_engine(model, zero_optimizer, groups, settings, device, over)
-        warn_of_splits(agree(digest_of_split(training_data), engine._metrics.axis))
+        engine = _make_engine(model, zero_optimizer, groups, settings, device, over, training_data)
     engine.lr_scheduler, engine.training_dataloader = scheduler, engine._follow(loader)
     if assigned is not None:
         assigned.watch(engine)
@@ -162,6 +161,7 @@ def _make_engine(
     settings: Config,
     device: torch.device,
     over: tuple[dist.ProcessGroup | None, int, int],
+    training_data: Dataset | None,
 ) -> Engine:
     stage, managed = settings.zero_optimization.stage, settings.managed_gradient_accumulation
     sharding = Sharding.of_stage(stage, settings.reduces_each, managed)
@@ -181,7 +181,9 @@ def _make_engine(
                 sharded.reducer.divisor = settings.predivide
                 sharded.reducer.weights.needed = settings.zero.mean == "tokens"
                 zero_optimizer.bind(sharded, settings.gradient_factor, settings.counted)
-            number = agree(free_number(zero.report, world.global_rank), world)[0]
+            found = agree([free_number(zero.report, world.global_rank), digest_of_split(training_data)], world)
+            number = found[0][0]
+            warn_of_splits([digest for _, digest in found])
             engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize)
     except BaseException:
         recomputing.undo()
