@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +60,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Sequence[Any],
         *,
         batch_size: int,
         rank: int,
@@ -325,7 +325,7 @@ def make_loader(
     settings: Config,
     device: torch.device,
     rank: int,
-    dataset: Dataset,
+    dataset: Dataset | Sequence[Any],
     batch_size: int | None = None,
     route: str = "train",
     pin_memory: bool = True,

@@ -191,7 +191,7 @@ class Engine(DeepSpeedGetters, nn.Module):
 
     def deepspeed_io(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Sequence[Any],
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -72,7 +72,7 @@ def initialize(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset | None = None,
+    training_data: Dataset | Sequence[Any] | None = None,
     lr_scheduler: Any = None,
     distributed_port: int = 29500,
     mpu: Any = None,
@@ -161,7 +161,7 @@ def _make_engine(
     settings: Config,
     device: torch.device,
     over: tuple[dist.ProcessGroup | None, int, int],
-    training_data: Dataset | None,
+    training_data: Dataset | Sequence[Any] | None,
 ) -> Engine:
     stage, managed = settings.zero_optimization.stage, settings.managed_gradient_accumulation
     sharding = Sharding.of_stage(stage, settings.reduces_each, managed)
