@@ -138,10 +138,10 @@ def test_a_step_that_was_not_whole_begins_again():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdata_saves_what_its_loop_has_had(workers):
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     def loader() -> Any:
-        return torchdata.StatefulDataLoader(
+        return StatefulDataLoader(
             Numbers(300), batch_sampler=of(2, lengths=LENGTHS[:300]), num_workers=workers, collate_fn=list
         )
 
