@@ -154,6 +154,14 @@ def test_torchdata_saves_what_its_loop_has_had(workers):
     assert had + list(resumed) == whole
 
 
+def test_it_is_not_dealt_to_the_ranks_twice():
+    from accelerate.data_loader import BatchSamplerShard
+
+    with pytest.raises(RuntimeError, match="those of rank 1 of 2: dealt to the ranks once more"):
+        BatchSamplerShard(of(2, 1), num_processes=2, process_index=1)
+    assert not hasattr(of(1), "batch_size")
+
+
 def test_a_loader_of_torch_with_workers_says_what_its_loop_has_had():
     sampler = of(2, lengths=LENGTHS[:300])
     loader = DataLoader(Numbers(300), batch_sampler=sampler, num_workers=2, collate_fn=list)

@@ -15,14 +15,14 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44050,
+    "tests": 44060,
     "zero/*.py": 1095,
     "zero/as_deepspeed": 1421,
     "zero/checkpoint": 2687,
     "zero/compat": 1052,
     "zero/config": 2156,
     "zero/core": 7002,
-    "zero/data": 1064,
+    "zero/data": 1075,
     "zero/engine": 6727,
     "zero/kernels": 2016,
     "zero/launch": 4403,
@@ -37,7 +37,7 @@ LIMITS = {
     "zero/utils": 405,
     "zero/watchdog": 1387,
 }
-SUM = 95992
+SUM = 96013
 
 
 def parts() -> dict[str, int]:

@@ -90,6 +90,16 @@ class TokenBatchSampler(Sampler[list[int]]):
         """The number of the next pass."""
         return self.next_pass.epoch
 
+    @property
+    def batch_size(self) -> int:
+        """Batches differ. Accelerate's `prepare` asks for it, on several ranks, before it deals batches to them."""
+        if self.world_size == 1:
+            raise AttributeError("a TokenBatchSampler has no batch_size")
+        raise RuntimeError(
+            f"batches of a TokenBatchSampler are those of rank {self.rank} of {self.world_size}: dealt to the ranks "
+            "once more, as by accelerator.prepare, most would be lost; give its loader to the loop as it is"
+        )
+
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next pass; the same number gives the same batches in every run."""
         if epoch != self.epoch:
