@@ -22,7 +22,7 @@ LIMITS = {
     "zero/compat": 1052,
     "zero/config": 2156,
     "zero/core": 7002,
-    "zero/data": 1075,
+    "zero/data": 1076,
     "zero/engine": 6727,
     "zero/kernels": 2016,
     "zero/launch": 4403,
@@ -37,7 +37,7 @@ LIMITS = {
     "zero/utils": 405,
     "zero/watchdog": 1387,
 }
-SUM = 96013
+SUM = 96014
 
 
 def parts() -> dict[str, int]:

@@ -92,12 +92,13 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     @property
     def batch_size(self) -> int:
-        """Batches differ. Accelerate's `prepare` asks for it, on several ranks, before it deals batches to them."""
+        """Batches differ. Accelerate and Lightning ask for it before they deal batches to ranks, which is refused."""
         if self.world_size == 1:
             raise AttributeError("a TokenBatchSampler has no batch_size")
         raise RuntimeError(
             f"batches of a TokenBatchSampler are those of rank {self.rank} of {self.world_size}: dealt to the ranks "
-            "once more, as by accelerator.prepare, most would be lost; give its loader to the loop as it is"
+            "once more, most would be lost; no accelerator.prepare for its loader, and Lightning's Trainer with "
+            "use_distributed_sampler=False"
         )
 
     def set_epoch(self, epoch: int) -> None:
