@@ -155,10 +155,9 @@ def test_torchdata_saves_what_its_loop_has_had(workers):
 
 
 def test_it_is_not_dealt_to_the_ranks_twice():
-    from accelerate.data_loader import BatchSamplerShard
-
+    accelerate = pytest.importorskip("accelerate.data_loader")
     with pytest.raises(RuntimeError, match="those of rank 1 of 2: dealt to the ranks once more"):
-        BatchSamplerShard(of(2, 1), num_processes=2, process_index=1)
+        accelerate.BatchSamplerShard(of(2, 1), num_processes=2, process_index=1)
     assert not hasattr(of(1), "batch_size")
 
 

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 from torch.utils.data import Sampler
@@ -91,7 +91,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         return self.next_pass.epoch
 
     @property
-    def batch_size(self) -> int:
+    def batch_size(self) -> NoReturn:
         """Batches differ. Accelerate and Lightning ask for it before they deal batches to ranks, which is refused."""
         if self.world_size == 1:
             raise AttributeError("a TokenBatchSampler has no batch_size")
