@@ -29,7 +29,7 @@ exec sh -c "$*"
 # Times that a user does not set; shorter, so that a test of what happens after them need not wait.
 _MAIN = """
 import sys
-from zero.launch.remote import job_runner, preflight, ssh_command
+from zero.launch.remote import job_runner, preflight
 {changes}
 from zero.__main__ import main
 sys.exit(main())

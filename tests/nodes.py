@@ -20,6 +20,7 @@ class Nodes:
     """One launcher per host of `hosts`, such as {"a": 1, "b": 2} for two hosts with 1 and 2 ranks.
 
     `text` is the script; its first argument is the folder of the test. Used in a with statement, which ends all.
+    by_ssh: a host that hears its launcher on stdin.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class Nodes:
         hosts: dict[str, int],
         text: str,
         *flags: str,
-        stdin: str | None = None,
+        by_ssh: str | None = None,
     ) -> None:
         self._launchers = launchers
         self.folder = folder
@@ -37,14 +38,21 @@ class Nodes:
         (folder / "script.py").write_text(textwrap.dedent(text))
         port = free_port()
         self._environment = environment(GLOO_SOCKET_IFNAME="lo", ZERO_SECRET="of the test")
-        launched = [] if stdin is None else [f"--stdin={stdin}"]
         self.processes = {
             name: self._start(
                 *["--no_ssh", f"--node_rank={node}", "-H", str(folder / "hosts"), "--master_addr=127.0.0.1"],
-                *[f"--master_port={port}", *launched, *flags, str(folder / "script.py"), str(folder)],
+                *[
+                    f"--master_port={port}",
+                    *(["--stdin"] if name == by_ssh else []),
+                    *flags,
+                    str(folder / "script.py"),
+                    str(folder),
+                ],
             )
             for node, name in enumerate(hosts)
         }
+        if by_ssh is not None:
+            self.processes[by_ssh].stdin.write(b"of the test\n")
         self.out: dict[str, str] = {}
         self.err: dict[str, str] = {}
 

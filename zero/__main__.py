@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero.launch.args import checkpoint as checkpoint_args
-from zero.launch.args import hosts as host_args
 from zero.launch.args import planning as planning_args
 from zero.launch.args import run as run_args
 from zero.launch.args import scripts as script_args
@@ -56,8 +55,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     script_args.add_check(commands.add_parser("check", help=about, allow_abbrev=False))
     about = "find the fastest configuration of a script, by a plan and short runs"
     script_args.add_tune(commands.add_parser("tune", help=about, allow_abbrev=False))
-    about = "run a command on all hosts of a hostfile"
-    host_args.add_ssh(commands.add_parser("ssh", help=about, allow_abbrev=False))
     about = "print the JSON Schema of the config, for an editor to complete and check the file with"
     commands.add_parser("schema", help=about, description=about, allow_abbrev=False)
     about = "ask what a run shall be like, say what memory it takes, and write its configuration"
@@ -156,12 +153,6 @@ def _tune(args: argparse.Namespace) -> int:
     return tuning.run(request)
 
 
-def _ssh(args: argparse.Namespace) -> int:
-    from zero.launch.remote import ssh_command
-
-    return ssh_command.run(*host_args.ssh_request(args))
-
-
 def _schema(args: argparse.Namespace) -> int:
     from zero.tools.whole_schema import whole_schema
 
@@ -215,7 +206,6 @@ _COMMANDS = {
     "run": _run,
     "check": _check,
     "tune": _tune,
-    "ssh": _ssh,
     "plan": _plan,
     "schema": _schema,
     "report": _report,

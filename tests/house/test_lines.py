@@ -15,8 +15,8 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44060,
-    "zero/*.py": 1095,
+    "tests": 43969,
+    "zero/*.py": 1085,
     "zero/as_deepspeed": 1421,
     "zero/checkpoint": 2687,
     "zero/compat": 1052,
@@ -25,7 +25,7 @@ LIMITS = {
     "zero/data": 1076,
     "zero/engine": 6727,
     "zero/kernels": 2016,
-    "zero/launch": 4403,
+    "zero/launch": 4236,
     "zero/memory": 1503,
     "zero/monitor": 1245,
     "zero/optim": 2741,
@@ -37,7 +37,7 @@ LIMITS = {
     "zero/utils": 405,
     "zero/watchdog": 1387,
 }
-SUM = 96014
+SUM = 95746
 
 
 def parts() -> dict[str, int]:

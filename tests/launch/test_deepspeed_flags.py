@@ -23,7 +23,7 @@ TAKEN = [
     ("--master_port 5000", "master_port", 5000),
     ("--master_addr n1", "master_addr", "n1"),
     ("--node_rank 1", "hosts.node_rank", 1),
-    ("--launcher PDSH", "hosts.launcher", "pdsh"),
+    ("--launcher SSH", "hosts.launcher", "ssh"),
     ("--launcher openmpi", "hosts.launcher", "openmpi"),
     ("--launcher slurm", "hosts.launcher", "slurm"),
     ("--launcher mpich", "hosts.launcher", "mpich"),
@@ -50,6 +50,7 @@ REFUSED = [
     ("--elastic_training", "--max_restarts N restarts the ranks"),
     ("--min_elastic_nodes 1", "--min_nodes M"),
     ("--max_elastic_nodes 4", "--num_nodes says how many there are at most"),
+    ("--launcher PDSH", "--launcher ssh, the default"),
     ("--launcher impi", "the mpirun of Intel MPI is --launcher mpich"),
     ("--launcher mvapich", "the mpirun of MVAPICH is --launcher mpich"),
 ]

@@ -119,15 +119,6 @@ def test_stopped_while_looking(tmp_path: Path) -> None:
     assert hosts.nothing_left()
 
 
-def test_pdsh_is_looked_at_by_ssh_with_its_arguments(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, "n1", "n2")
-    hosts.program("pdsh", "#!/bin/sh\necho pdsh ran")
-    words = ["--launcher", "pdsh", "--launcher_args=-N", "--ssh_port", "2222", "--master_addr", "127.0.0.1"]
-    status, out, err = hosts.zero("run", "-H", "H", *words, "t.py", before="export PDSH_SSH_ARGS_APPEND='-p 1'")
-    assert (status, out, err) == (0, "pdsh ran\n", "")
-    assert hosts.calls().count("zero.launch.remote.preflight") == 2
-
-
 def test_hosts_that_are_well_start(tmp_path: Path, port: int) -> None:
     hosts = Hosts(tmp_path, "n1", "n2")
     hosts.host("n1", "echo welcome; echo 'no mail' >&2\n" + GOOD)

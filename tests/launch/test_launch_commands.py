@@ -28,7 +28,7 @@ WORLD = HostWorld((Host("n1", ("0", "1")), Host("n3", ("2",))))
 SSH = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"]
 HOSTILE = [
     "", " ", "a b", "it's", '"', "'\"'\"'", "$HOME", "`id`", "$(id)", "\\", "\\n", "a\nb", "\n", "\t", "*", "?", "~",
-    "!x", ";", "&", "|", ">", "#", "(", "{a,b}", "%n", "%h", "%%", "%", ":", "--", "-m", "--stdin=held", "K=V",
+    "!x", ";", "&", "|", ">", "#", "(", "{a,b}", "%n", "%h", "%%", "%", ":", "--", "-m", "--stdin", "K=V",
     "é", "日本", "\u2028",
     "\x01", "\x7f", "a\rb",
 ]  # fmt: skip
@@ -45,12 +45,13 @@ def job(*words: str, environment: dict[str, str] | None = None, folder: str = "/
     return Job(request(*words), WORLD, "n1", 29500, environment or {}, folder)
 
 
-def node_line(rank: str | None, tail: str, stdin: str | None = None) -> str:
+def node_line(rank: str | None, tail: str, more: str = "") -> str:
     """What a node is to run, for a folder and arguments that need no quotes."""
     flags = [f"--node_rank={rank}"] if rank is not None else []
     flags += [f"--world={WORLD.encode()}", "--master_addr=n1", "--master_port=29500"]
-    flags += [f"--stdin={stdin}"] if stdin is not None else []
-    return f"cd /home/me && exec {sys.executable} -u -m zero run --no_ssh {' '.join(flags)} --no_env_files -- {tail}"
+    return (
+        f"cd /home/me && exec {sys.executable} -u -m zero run --no_ssh {' '.join(flags)} {more}--no_env_files -- {tail}"
+    )
 
 
 def words_of(*words: str) -> list[list[str]]:
@@ -59,19 +60,9 @@ def words_of(*words: str) -> list[list[str]]:
 
 def test_ssh_is_a_command_for_each_host() -> None:
     one, two = words_of("--launcher_args=-v -4", "--ssh_port", "2222", "t.py", "--lr", "1")
-    assert one == ["ssh", "-T", *SSH, "-p", "2222", "-v", "-4", "n1", node_line("0", "t.py --lr 1", "secret")]
-    assert two == ["ssh", "-T", *SSH, "-p", "2222", "-v", "-4", "n3", node_line("1", "t.py --lr 1", "secret")]
+    assert one == ["ssh", "-T", *SSH, "-p", "2222", "-v", "-4", "n1", node_line("0", "t.py --lr 1", "--stdin ")]
+    assert two == ["ssh", "-T", *SSH, "-p", "2222", "-v", "-4", "n3", node_line("1", "t.py --lr 1", "--stdin ")]
     assert all(command.holds_stdin for command in backends.commands(job("t.py")))
-
-
-def test_pdsh_is_a_command_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-i key")
-    (command,) = backends.commands(job("--launcher", "PDSH", "--launcher_args=-d", "--ssh_port", "2222", "t.py", "%n"))
-    line = node_line("%n", "t.py %%n", "held")
-    assert command.words == ["pdsh", "-R", "ssh", "-S", "-b", "-N", "-f", "2", "-d", "-w", "n1,n3", line]
-    options = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=2 -oServerAliveCountMax=3"
-    assert command.environment == {"PDSH_SSH_ARGS_APPEND": f"-i key {options} -p2222"}
-    assert shlex.split(command.line()) == [f"PDSH_SSH_ARGS_APPEND=-i key {options} -p2222", *command.words]
 
 
 def test_slurm_is_one_launcher_per_node() -> None:
@@ -104,10 +95,6 @@ def lines_for_sh(made: Job) -> list[str]:
     if name == "ssh":
         return [command.words[-1] for command in found]
     (words,) = (command.words for command in found)
-    if name == "pdsh":
-        per_host = {"n": "%d", "%": "%%"}  # %h and %u must not be left
-        text = re.sub("%(.)", lambda match: per_host[match[1]], words[-1], flags=re.DOTALL)
-        return [text % node for node in range(len(made.world.hosts))]
     if name == "slurm":
         return [words[-1]] * len(made.world.hosts)
     parts, rest = [], words

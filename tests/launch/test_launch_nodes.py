@@ -113,7 +113,7 @@ sys.exit(7 if attempt == 1 and rank == 2 else 0)
 
 
 def test_a_host_whose_connection_to_the_launcher_is_cut_ends_and_the_others_are_told(launchers, tmp_path):
-    with Nodes(launchers, tmp_path, {"a": 1, "b": 1}, WAIT, stdin="held") as nodes:
+    with Nodes(launchers, tmp_path, {"a": 1, "b": 1}, WAIT, by_ssh="b") as nodes:
         files = nodes.files("*.pid", 2)
         nodes.cut("b")
         assert nodes.processes["a"].wait() == 129

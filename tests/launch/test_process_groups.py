@@ -236,7 +236,6 @@ def test_a_program_for_all_hosts_is_interrupted_then_killed(two: Hosts, number: 
     ("launcher", "program", "advice"),
     [
         ("ssh", "ssh", "install OpenSSH's client, or start zero run with --no_ssh and --node_rank on each host"),
-        ("pdsh", "pdsh", "install pdsh, or leave out --launcher pdsh: the default needs plain ssh only"),
         ("slurm", "srun", "run this on a machine of a Slurm cluster, or leave out --launcher slurm"),
         ("openmpi", "mpirun", "install Open MPI, or leave out --launcher openmpi"),
         ("mpich", "mpirun", "install MPICH, or leave out --launcher mpich"),
@@ -285,7 +284,7 @@ def test_the_nodes_of_ssh_get_one_secret_and_it_stands_nowhere(two: Hosts) -> No
 
 
 def test_a_node_that_is_handed_no_secret_says_so(two: Hosts) -> None:
-    node = ["--no_ssh", "--node_rank", "0", "--stdin", "secret", "-H", "H", "t.py"]
+    node = ["--no_ssh", "--node_rank", "0", "--stdin", "-H", "H", "t.py"]
     status, _, err = two.zero("run", *node, before="export CUDA_VISIBLE_DEVICES=")
     assert status == 2 and "did not hand over the secret of the job" in err
 

@@ -1,6 +1,6 @@
 """What keeps a job from starting over real hosts is said at once, of all hosts, in ssh's own words; and nothing runs.
 
-Also other ways in: `zero ssh`, MPI's own launchers, and each host started by hand.
+Also other ways in: MPI's own launchers, and each host started by hand.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 
 import pytest
 from fake_hosts import read_until
-from real_jobs import Job, command, nothing_left, only_ranks_have_the_secret
-from real_nodes import NAMES, PATH, SECONDS
+from real_jobs import Job, nothing_left, only_ranks_have_the_secret
+from real_nodes import PATH, SECONDS
 
 TAKE = "import socket, time; s = socket.socket(); s.bind(('', 29511)); print('up', flush=True); time.sleep(600)"
 
@@ -98,27 +98,3 @@ def test_launchers_of_mpi_start_the_hosts_and_ctrl_c_ends_them(hosts, tmp_path, 
     job.signal(signal.SIGINT)
     end = job.ended()
     assert end.status == 130, end
-
-
-def test_zero_ssh_runs_a_command_on_all_hosts(hosts, tmp_path):
-    file = tmp_path / "hostfile"
-    file.write_text("".join(f"{name} slots=1\n" for name in NAMES))
-    text = 'echo "$(hostname) says $((1 + 1))"; [ "$(hostname)" != n2 ] || exit 3'
-    done = hosts.run(*command("ssh"), "-f", str(file), text)
-    assert sorted(done.stdout.splitlines()) == [f"{name}: {name} says 2" for name in NAMES], done
-    assert done.returncode == 3 and "n2" in done.stderr, done
-    nothing_left(hosts)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
-def test_what_zero_ssh_runs_ends_with_it(hosts, tmp_path, number, status):
-    file = tmp_path / "hostfile"
-    file.write_text("".join(f"{name} slots=1\n" for name in NAMES))
-    process = hosts.start(*command("ssh"), "-H", str(file), "sleep 97 & (sleep 98 &); echo up; wait")
-    said = read_until(process.stdout, b": up\n", len(NAMES))
-    assert sorted(said.decode().splitlines()) == [f"{name}: up" for name in NAMES]
-    process.send_signal(number)
-    said = process.communicate(timeout=SECONDS)
-    assert process.returncode == status, said
-    nothing_left(hosts)

@@ -10,14 +10,12 @@ other way round, ssh asks the server every 2 seconds (ServerAliveInterval) and g
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from zero.launch.args.hosts import HostFlags
 from zero.launch.contract import SECRET_VARIABLE
 from zero.launch.job import Job
-from zero.launch.node.launcher_pipe import HELD, SECRET
 from zero.launch.process.process import Command
 
 SSH_OPTIONS = (
@@ -26,7 +24,6 @@ SSH_OPTIONS = (
     "ServerAliveInterval=2",
     "ServerAliveCountMax=3",
 )
-_NODE = "--node_rank=%n"
 
 
 def commands(job: Job) -> list[Command]:
@@ -43,34 +40,12 @@ def to_host(flags: HostFlags, name: str) -> list[str]:
 
 def _ssh(job: Job) -> list[Command]:
     """One connection per host, all at the same time."""
-    job = _with_stdin(job, SECRET)
+    request = job.request
+    job = replace(job, request=replace(request, hosts=replace(request.hosts, stdin=True)))
     return [
-        Command([*to_host(job.request.hosts, host.name), job.shell(job.node_words(str(node)))], node, {}, True)
+        Command([*to_host(request.hosts, host.name), job.shell(job.node_words(str(node)))], node, {}, True)
         for node, host in enumerate(job.world.hosts)
     ]
-
-
-def _pdsh(job: Job) -> list[Command]:
-    """One program that holds a connection to each host, and puts the number of the host in its list for %n.
-
-    It hands nothing on from its own stdin, but keeps that of each ssh open until it ends; so the nodes end with their
-    stdin here, too, only that nothing can be written on it, such as the job's secret: that they are to have in their
-    environment.
-    """
-    flags = job.request.hosts
-    job = _with_stdin(job, HELD)
-    # %h, %u and %n are replaced wherever they stand, so every other percent sign is doubled.
-    words = [word.replace("%", "%%") for word in job.node_words("%n")]
-    words[words.index(_NODE.replace("%", "%%"))] = _NODE
-    text = replace(job, folder=job.folder.replace("%", "%%")).shell(words)
-    names = [host.name for host in job.world.hosts]
-    # -S: the exit status is the largest of the hosts'. -f: all at once. -b: one Ctrl-C is enough. -N: lines of ranks
-    # name their host already.
-    pdsh = ["pdsh", "-R", "ssh", "-S", "-b", "-N", "-f", str(len(names)), *flags.launcher_args]
-    # The arguments of each ssh, after those that the user has for pdsh already; spaces separate them.
-    ssh = [*os.environ.get("PDSH_SSH_ARGS_APPEND", "").split(), *(f"-o{option}" for option in SSH_OPTIONS)]
-    ssh += [f"-p{flags.ssh_port}"] if flags.ssh_port is not None else []
-    return [Command([*pdsh, "-w", ",".join(names), text], None, {"PDSH_SSH_ARGS_APPEND": " ".join(ssh)})]
 
 
 def _slurm(job: Job) -> list[Command]:
@@ -125,14 +100,8 @@ def _mpi_parts(job: Job, options: list[list[str]]) -> list[str]:
     return words
 
 
-def _with_stdin(job: Job, kind: str) -> Job:
-    hosts = replace(job.request.hosts, stdin=kind)
-    return replace(job, request=replace(job.request, hosts=hosts))
-
-
 BACKENDS: Mapping[str, Callable[[Job], list[Command]]] = {
     "ssh": _ssh,
-    "pdsh": _pdsh,
     "slurm": _slurm,
     "openmpi": _openmpi,
     "mpich": _mpich,

@@ -46,7 +46,6 @@ class Job:
             "--min_nodes": request.min_nodes,
             "--log_dir": request.log_dir,
             "--bind_core_list": request.bind_core_list,
-            "--stdin": request.hosts.stdin,
         }
         switches = {
             "--module": request.module,
@@ -54,6 +53,7 @@ class Job:
             "--bind_cores_to_rank": request.bind_cores,
             "--quiet": request.quiet,
             "--as-deepspeed": request.as_deepspeed,
+            "--stdin": request.hosts.stdin,
             "--no_env_files": True,  # what they say stands in front of this already
         }
         return [

@@ -1,4 +1,4 @@
-"""The flags that say which hosts there are and how to reach them: of `zero run`, and those of `zero ssh`."""
+"""The flags of `zero run` that say which hosts there are and how to reach them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,12 @@ from zero.launch.hosts.hostfile import DEFAULT, MOST
 from zero.launch.hosts.selection import SlotChoice
 from zero.launch.launch_messages import LaunchError
 
-LAUNCHERS = ("ssh", "pdsh", "slurm", "openmpi", "mpich")
-BY_SSH = ("ssh", "pdsh")  # the others start processes by daemons of their own
-ENDS_ALL = tuple(name for name in LAUNCHERS if name not in BY_SSH)  # when they lose a host
+LAUNCHERS = ("ssh", "slurm", "openmpi", "mpich")  # all but the first by daemons of their own, which end all with one
 _OF_DEEPSPEED = {
+    "pdsh": "--launcher ssh, the default, needs no pdsh for the same",
     "impi": "the mpirun of Intel MPI is --launcher mpich",
     "mvapich": "the mpirun of MVAPICH is --launcher mpich",
 }
-_SSH = """Run a command on all hosts of a hostfile at once, by the login shell there.
-
-One argument is a line for that shell, as in 'cd /data && ls | wc -l'; several are a command and its arguments, each as
-it is. Every line of output begins with the name of its host. The command has an empty stdin and no terminal, and ends
-when this one does. The exit status is that of the first host, in the hostfile's order, where the command failed; 255
-is what ssh has for a host that it cannot reach."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class HostFlags:
     env_file: str | None = None
     no_env_files: bool = False
     world: str | None = None  # as HostWorld.encode writes it, in place of a hostfile
-    stdin: str | None = None  # what of the launcher's is on it, see node/launcher_pipe.py
+    stdin: bool = False  # the launcher's messages come by it, see node/launcher_pipe.py
 
     def choice(self, num_nodes: int | None, num_gpus: int | None) -> SlotChoice:
         """What is to be taken of the hosts there are."""
@@ -53,7 +46,7 @@ class HostFlags:
         """Raise `LaunchError` for flags that cannot stand together."""
         if self.node_rank is not None and not self.no_ssh:
             raise LaunchError("--node_rank: means something with --no_ssh only, where each host starts itself")
-        if self.ssh_port is not None and self.launcher not in BY_SSH:
+        if self.ssh_port is not None and self.launcher != "ssh":
             raise LaunchError(f"--ssh_port: {self.launcher} does not ask us; put the port into ~/.ssh/config")
         if self.ssh_port is not None and self.no_ssh:
             raise LaunchError("--ssh_port and --no_ssh: give one of them")
@@ -61,7 +54,13 @@ class HostFlags:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the flags of `HostFlags`."""
-    add_choice(parser.add_argument_group("which hosts"), "-H", "--hostfile", none="; '': this machine")
+    which = parser.add_argument_group("which hosts")
+    about = f"lines NAME slots=N (default: {DEFAULT} if there; '': this machine)"
+    which.add_argument("-H", "--hostfile", metavar="FILE", help=about)
+    about = "only these: worker-0@worker-1:0,2, all slots without a :"
+    which.add_argument("-i", "--include", default="", metavar="SPEC", help=about)
+    about = "all but these, written in the same way"
+    which.add_argument("-e", "--exclude", default="", metavar="SPEC", help=about)
     how = parser.add_argument_group("how to reach them")
     about = f"{', '.join(LAUNCHERS)} (default: ssh)"
     how.add_argument("--launcher", type=_launcher, default="ssh", metavar="NAME", help=about)
@@ -76,36 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--env_file", metavar="FILE", help=about)
     how.add_argument("--no_env_files", action="store_true", help="do not read ~/.zero_env, .zero_env and DeepSpeed's")
     how.add_argument("--world", help=argparse.SUPPRESS)
-    how.add_argument("--stdin", help=argparse.SUPPRESS)
-
-
-def add_ssh(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the arguments of `zero ssh`."""
-    parser.usage = "zero ssh [options] command [arguments]"
-    parser.description = _SSH
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_choice(parser, "-f", "-H", "--hostfile")
-    parser.add_argument("--ssh_port", type=port, metavar="P", help="the port of the hosts' ssh servers")
-    about = "more arguments for ssh: --launcher_args='-F config'"
-    parser.add_argument("--launcher_args", type=words, default=(), metavar="ARGS", help=about)
-    # As in zero run: what stands behind the first word, and a "--", is the command's.
-    parser.add_argument("words", nargs=argparse.PARSER, metavar="command", help="the command, or a line for the shell")
-
-
-def ssh_request(parsed: argparse.Namespace) -> tuple[HostFlags, list[str]]:
-    """Which hosts, and the words of the command, of the parsed arguments."""
-    words = parsed.words[1:] if parsed.words[0] == "--" else parsed.words
-    return filled(HostFlags, parsed), words
-
-
-def add_choice(parser: argparse._ActionsContainer, *names: str, none: str = "") -> None:
-    """Give `parser` the flags that choose hosts; the hostfile's has `names`, and `none` says what is taken without."""
-    about = f"lines NAME slots=N (default: {DEFAULT} if there{none})"
-    parser.add_argument(*names, metavar="FILE", help=about)
-    about = "only these: worker-0@worker-1:0,2, all slots without a :"
-    parser.add_argument("-i", "--include", default="", metavar="SPEC", help=about)
-    about = "all but these, written in the same way"
-    parser.add_argument("-e", "--exclude", default="", metavar="SPEC", help=about)
+    how.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
 
 
 def filled(kind: type[Any], parsed: argparse.Namespace, **more: Any) -> Any:

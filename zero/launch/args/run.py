@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.launch.args.hosts import ENDS_ALL, HostFlags, at_least, filled, port, ranks_of_host
+from zero.launch.args.hosts import HostFlags, at_least, filled, port, ranks_of_host
 from zero.launch.args.hosts import add_arguments as add_host_arguments
 from zero.launch.hosts import selection
 from zero.launch.hosts.devices import parse_cores
@@ -93,7 +93,7 @@ class RunRequest:
         """Raise `LaunchError` for what can be known to be wrong before anything starts."""
         self.hosts.check()
         selection.check(self.hosts.choice(self.num_nodes, self.num_gpus))
-        if self.min_nodes is not None and self.hosts.launcher in ENDS_ALL and not self.hosts.no_ssh:
+        if self.min_nodes is not None and self.hosts.launcher != "ssh" and not self.hosts.no_ssh:
             raise LaunchError(f"--min_nodes: {self.hosts.launcher} ends all hosts when one is lost; use --launcher ssh")
         if self.bind_core_list is not None:
             if not self.bind_cores:

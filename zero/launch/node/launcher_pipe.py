@@ -18,8 +18,6 @@ from typing import Any
 from zero.launch.contract import SECRET_VARIABLE
 from zero.launch.launch_messages import LaunchError
 
-HELD, SECRET = "held", "secret"
-"""What a node is told about its stdin: that it is held open as long as the job is to run, or that it is this pipe."""
 _CHUNK = 4096
 _LINE = 128  # bytes within which a secret ends
 _PATIENCE = 60.0  # seconds for the launcher to hand it over
@@ -55,12 +53,12 @@ class LauncherPipe:
             return b""
 
 
-def secret_of_job(stdin: str | None, environment: Mapping[str, str]) -> str:
+def secret_of_job(by_stdin: bool, environment: Mapping[str, str]) -> str:
     """The secret that a host's launcher was given: the first line of its stdin, or a variable; "" where there is none.
 
     What follows that line stays unread. Raises LaunchError where no line comes.
     """
-    if stdin != SECRET:
+    if not by_stdin:
         return environment.get(SECRET_VARIABLE, "")
     line = b""
     while len(line) < _LINE and select.select([0], [], [], _PATIENCE)[0] and (byte := os.read(0, 1)):

@@ -13,7 +13,7 @@ from zero.launch.args.run import RunRequest
 from zero.launch.contract import LOST, SILENCE
 from zero.launch.launch_messages import LaunchError, say
 from zero.launch.node.attempt_end import signal_name
-from zero.launch.node.launcher_pipe import SECRET, LauncherPipe, take_stdin
+from zero.launch.node.launcher_pipe import LauncherPipe, take_stdin
 from zero.launch.node.node_plan import THREADS, NodePlan, command, gpu_count, lines, plan
 from zero.launch.node.rank import RankProcess, environment
 from zero.launch.node.rendezvous_client import Attempt, RendezvousClient, client
@@ -62,7 +62,7 @@ class Node:
         self.stopped_by: int | None = None
         self._request = request
         self._plan = plan
-        self._started_by_launcher = request.hosts.stdin is not None
+        self._started_by_launcher = request.hosts.stdin
 
     def run(self) -> int:
         """Run the ranks until those of all hosts have succeeded, or have failed for the last time; the exit status."""
@@ -105,8 +105,7 @@ class Node:
     def _listen(self) -> None:
         """Take stdin from the ranks of several hosts, and hear there the launcher that has started this one."""
         if self._started_by_launcher:
-            patience = SILENCE if self._plan.node == 0 and self._request.hosts.stdin == SECRET else None
-            LauncherPipe(self.signals, self.rendezvous.relay, patience)
+            LauncherPipe(self.signals, self.rendezvous.relay, SILENCE if self._plan.node == 0 else None)
         elif self.rendezvous.host is not None:
             os.close(take_stdin())
 

@@ -5,7 +5,7 @@ launcher that has started the hosts by ssh sends by the stdin of the first one t
 and which host ssh has lost. What is decided is decided here, under one lock: who takes part, when an attempt starts,
 what ended it, whether another follows. So all hosts do the same, and restart equally often.
 
-The pipes of ssh could not carry it: hosts that Slurm, MPI or a user starts have none, and pdsh writes on none; and a
+The pipes of ssh could not carry it: hosts that Slurm, MPI or a user starts have none; and a
 host that has lost the first one can end by itself only where it notices. It is not torch's rendezvous either: that
 lives in a TCPStore, which anybody who reaches its port can write to, and whose calls wait for minutes when a network is
 cut. A connection ends at once with the process at its other end. A job on one machine is decided in the same way, with

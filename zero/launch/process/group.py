@@ -86,7 +86,6 @@ class ProcessGroup:
     """
 
     patience = 7.0
-    command = "zero run"  # whose lines our own are
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class ProcessGroup:
     def say(self, text: str) -> None:
         """One line of our own, among those of the processes."""
         if self.outputs is not None:
-            self.outputs.put(True, f"{self.command}: {text}\n".encode(errors="surrogateescape"))
+            self.outputs.put(True, f"zero run: {text}\n".encode(errors="surrogateescape"))
 
     def run(self) -> None:
         """Start all processes, and return when all have ended. Raises LaunchError where one cannot be started."""

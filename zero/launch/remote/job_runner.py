@@ -23,7 +23,6 @@ _OF_NODES = (b"zero run: ", b"[")  # how every line of a node and of its ranks b
 _LONGEST = 1000  # bytes of what ssh said; a message has to fit in a pipe in one piece
 _MISSING = {
     "ssh": "install OpenSSH's client, or start zero run with --no_ssh and --node_rank on each host",
-    "pdsh": "install pdsh, or leave out --launcher pdsh: the default needs plain ssh only",
     "slurm": "run this on a machine of a Slurm cluster, or leave out --launcher slurm",
     "openmpi": "install Open MPI, or leave out --launcher openmpi",
     "mpich": "install MPICH, or leave out --launcher mpich",

@@ -7,18 +7,14 @@ many hosts answer within a second or two.
 from __future__ import annotations
 
 import json
-import os
 import platform
-import shlex
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from zero.launch.args.hosts import BY_SSH
 from zero.launch.args.run import check_script
 from zero.launch.backends import to_host
 from zero.launch.contract import NO_CONNECTION
@@ -71,11 +67,9 @@ def check(job: Job) -> int:
     Returns 0, or 128 + the signal that came meanwhile. Hosts are looked at where ssh reaches them; what Slurm and MPI
     start has daemons of its own.
     """
-    launcher = job.request.hosts.launcher
-    if launcher not in BY_SSH:
+    if job.request.hosts.launcher != "ssh":
         return 0
-    require(launcher, launcher)
-    require("ssh", launcher)
+    require("ssh", "ssh")
     group = ProbeGroup([Process(host.name, _command(job, node)) for node, host in enumerate(job.world.hosts)])
     group.run()
     if group.stopped_by is not None:
@@ -124,11 +118,8 @@ def _command(job: Job, node: int) -> Command:
         "address": job.master_addr,
         "port": job.master_port if node == 0 else None,
     }
-    flags = request.hosts
-    if flags.launcher == "pdsh":  # its arguments are none of ssh's; those it has for ssh are here
-        flags = replace(flags, launcher_args=tuple(shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))))
     words = [*job.python(), "-m", "zero.launch.remote.preflight", json.dumps(asked)]
-    return Command([*to_host(flags, job.world.hosts[node].name), job.shell(words)], node)
+    return Command([*to_host(request.hosts, job.world.hosts[node].name), job.shell(words)], node)
 
 
 def _answer(out: str) -> dict[str, Any] | None:
