@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 43969,
+    "tests": 43782,
     "zero/*.py": 1085,
     "zero/as_deepspeed": 1421,
     "zero/checkpoint": 2687,
@@ -37,7 +37,7 @@ LIMITS = {
     "zero/utils": 405,
     "zero/watchdog": 1387,
 }
-SUM = 95746
+SUM = 95559
 
 
 def parts() -> dict[str, int]:

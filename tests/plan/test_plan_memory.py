@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
 from zero.plan.memory import (
-    LINE,
-    PAGE,
     KindBytes,
     Scheme,
     StateBytes,
     alive_nbytes,
-    host_bytes,
     in_flight_nbytes,
     unit_bytes,
 )
@@ -65,44 +58,6 @@ def test_bytes_a_parameter_by_format(dtype: str, formats: Formats, optimizer: fl
     for parts in (1, 4):
         found = unit_bytes(plan, ON_DEVICE, 0, parts, formats).device
         assert found.record == optimizer * numel / parts and found.gradients == 4 * numel / parts
-
-
-@given(
-    st.integers(1, 10**6),
-    st.sampled_from(["bf16", "fp16", "fp32"]),
-    st.sampled_from([1, 2, 7]),
-    st.builds(Placement, st.sampled_from(Where), st.sampled_from(Where), st.booleans()),
-)
-def test_each_kind_is_in_one_place_and_off_the_device_in_whole_pages(
-    numel: int, dtype: str, parts: int, at: Placement
-) -> None:
-    at = at._replace(streamed=at.streamed and at.optimizer is not Where.DEVICE)
-    plan, formats = unit("u", numel, parts, dtype), Formats("remainder")
-    found = unit_bytes(plan, at, 0, parts, formats, ("fp32", dtype))
-    shard, size = plan.layout.numel // parts, 4 if dtype == "fp32" else 2
-    places = {"parameters": at.params, "masters": at.optimizer, "moments": at.optimizer}
-    places["gradients"] = Where.DEVICE if at.used_on_device else Where.HOST
-    for where, kinds in zip(Where, found, strict=True):
-        for kind, nbytes in kinds._asdict().items():
-            assert nbytes == 0 or places[kind] is where
-    for kinds in (found.host, found.file):
-        assert kinds.parameters % PAGE == kinds.gradients % PAGE == kinds.record % PAGE == 0
-    assert found.all.moments >= 8 * shard and found.all.moments - 8 * shard < PAGE + 3 * LINE
-    assert 0 <= found.all.parameters - size * shard < PAGE
-    frozen = replace(plan, params=tuple(spec._replace(requires_grad=False) for spec in plan.params))
-    assert unit_bytes(frozen, at, 0, parts, formats).all == KindBytes(found.all.parameters)
-
-
-def test_what_is_off_the_device_adds_up() -> None:
-    plans = [unit(name, numel, 2) for name, numel in (("a", 5000), ("b", 100), ("c", 70_000))]
-    places = [Placement(Where.HOST, Where.DEVICE), Placement(Where.FILE, Where.FILE), Placement(Where.FILE, Where.HOST)]
-    held = [unit_bytes(plan, at, 0, 2, Formats()) for plan, at in zip(plans, places, strict=True)]
-    found, (_, small, large) = host_bytes(held, 3, 2), held
-    assert found.files == small.file.parameters + small.file.record + large.file.record
-    assert found.buffers == 3 * large.file.record + 2 * small.file.parameters
-    assert found.parameters == large.host.parameters and found.masters + found.moments == held[0].host.record
-    assert found.gradients == sum(each.host.gradients for each in held)
-    assert found.memory == sum(found) - found.files
 
 
 def test_shards_differ_where_only_large_parameters_have_moments_in_fewer_bits() -> None:

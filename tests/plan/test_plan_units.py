@@ -113,27 +113,7 @@ def test_what_must_not_mix_gets_units_of_its_own_with_names_that_say_why() -> No
     }
 
 
-# Tied parameters.
-
-
-def test_a_tied_head_goes_to_the_embedding() -> None:
-    model = module(
-        "GPT", embed=leaf("Embedding", BIG), blocks=modules(block()), head=leaf("Linear", "embed.weight", SMALL)
-    )
-    assert contents(model)["embed"] == ["embed.weight"]
-    assert contents(model)["<root>"] == ["head.bias"]
-    assert names(model) == ["embed", "blocks.0", "<root>"]
-
-
 # Patterns.
-
-
-def test_patterns_by_class() -> None:
-    wanted = [f"layers.{layer}.blocks.{index}" for layer, depth in enumerate((2, 6, 2)) for index in range(depth)]
-    downsamples = ["layers.0.downsample", "layers.1.downsample"]
-    found = names(swin(), ("SwinBlock",))
-    assert [name for name in found if ".blocks." in name] == wanted
-    assert sorted(set(found) - set(wanted)) == sorted(["<root>", *downsamples, "head"])
 
 
 WHOLE = "model.embed_tokens model.layers.0 model.layers.1 <root> lm_head"

@@ -190,6 +190,16 @@ class Gated(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
+def played(cost: ModelCost, policy: str) -> float:
+    """The most bytes alive through a forward and a backward, one unit after the other."""
+    kept = [unit.saved[policy] for unit in cost.units]
+    moments = [sum(kept) + cost.logits]
+    for place, unit in enumerate(cost.units):
+        before = cost.units[place - 1].saved["full"] if place and policy == "host" else 0.0
+        moments.append(sum(kept[:place]) + before + max(kept[place], unit.saved["none"]) + unit.working)
+    return max(moments)
+
+
 def test_the_formula_of_a_shape_is_what_a_trace_finds():
     width, inner, tokens = 256, 1024, 512
 
@@ -214,6 +224,8 @@ def test_the_formula_of_a_shape_is_what_a_trace_finds():
         again = [sum(unit.recompute_flops[policy] for unit in cost.units) for cost in (formula, found)]
         assert again[0] == again[1]
         assert formula.peak(policy) == pytest.approx(found.peak(policy), rel=0.05)
+        assert formula.peak(policy, 3) == pytest.approx(3 * played(formula, policy))
+        assert found.peak(policy) == pytest.approx(played(found, policy))
     assert formula.logits == pytest.approx(found.logits, rel=0.01)
 
 

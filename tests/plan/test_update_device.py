@@ -9,11 +9,7 @@ import pytest
 from models import config
 
 from zero.config import load
-from zero.memory.update_costs import UpdateCosts, UpdateRates, update_costs
-from zero.plan.formats import Formats
-from zero.plan.memory import SLOTS, Scheme, unit_bytes
-from zero.plan.placement import Placement, Where, place
-from zero.plan.sharding import Sharding
+from zero.memory.update_costs import UpdateRates
 from zero.sizes.choice import own_choice
 from zero.sizes.cost import shape_cost
 from zero.sizes.estimate import estimate
@@ -31,33 +27,6 @@ def setup(rates: UpdateRates = H100, memory: float = 80e9, ranks: int = 1, **mor
     named = {"host_link": rates.link, "host_bandwidth": rates.host, "device_bandwidth": rates.device}
     found = replace(DEVICES["h100"], device_memory=memory, **named)
     return Setup(SHAPE, shape_cost(SHAPE, 1024), load(given | more, ranks), found)
-
-
-def costs(rates: UpdateRates, ratio: float = 1.0, moments: str = "fp32", parts: int = 1) -> UpdateCosts:
-    units = setup(ranks=parts).units
-    places = place(units, parts, Where.HOST, Where.DEVICE, ratio)
-    formats = Formats("remainder", moments)
-    scheme = Scheme(Sharding.of_stage(2), parts, formats=formats, resting="bf16", placements=places)
-    return update_costs(units, scheme, rates)
-
-
-def test_bytes_and_seconds_are_those_of_what_moves():
-    units, formats = setup(ranks=2).units, Formats("remainder")
-    streamed, on_host = (
-        [
-            unit_bytes(unit, Placement(Where.HOST, Where.DEVICE, streams), 0, 2, formats, ("fp32", "bf16"))
-            for unit in units
-        ]
-        for streams in (True, False)
-    )
-    records, copies = ([unit.host.record for unit in each] for each in (streamed, on_host))
-    assert sum(copies) == pytest.approx(sum(records) + sum(unit.device.parameters for unit in on_host), rel=1e-2)
-    there, here = sum(unit.device.gradients for unit in streamed), sum(unit.host.gradients for unit in on_host)
-    assert there == pytest.approx(2 * here, rel=1e-2)
-    found = costs(UpdateRates(1.0, 2.0, 4.0), parts=2)
-    assert found.through == sum(records) and found.nbytes == there + SLOTS * max(records)
-    assert found.on_device == sum(records) + (there + 2 * sum(records)) / 4
-    assert found.on_host == max((here + 2 * sum(copies)) / 2, here)
 
 
 def plan_streams(made: Setup) -> bool:
