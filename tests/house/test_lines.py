@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 43782,
+    "tests": 43687,
     "zero/*.py": 1085,
     "zero/as_deepspeed": 1421,
     "zero/checkpoint": 2687,
@@ -25,19 +25,19 @@ LIMITS = {
     "zero/data": 1076,
     "zero/engine": 6727,
     "zero/kernels": 2016,
-    "zero/launch": 4236,
+    "zero/launch": 4232,
     "zero/memory": 1503,
     "zero/monitor": 1245,
     "zero/optim": 2741,
     "zero/plan": 1524,
     "zero/recompute": 1235,
-    "zero/sizes": 1749,
+    "zero/sizes": 1711,
     "zero/tiled": 488,
-    "zero/tools": 5167,
+    "zero/tools": 4999,
     "zero/utils": 405,
     "zero/watchdog": 1387,
 }
-SUM = 95559
+SUM = 95254
 
 
 def parts() -> dict[str, int]:

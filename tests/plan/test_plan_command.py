@@ -118,10 +118,6 @@ def test_a_model_of_ones_own_is_planned_and_an_engine_takes_the_very_file(
     assert f"micro-batch {written.train_micro_batch_size_per_gpu}" in text.splitlines()[-1]
     ran = pool.run(2, trains, str(made))
     assert ran == [(stage, [policy] * len(ran[0][1]))] * 2
-    assert main([*words, "--trace"]) == 0
-    assert {"addmm", "mm"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
-    assert main([*words, "--shardable"]) == 0
-    assert "blocks.*.up x 4 (Linear): column" in capsys.readouterr().out
 
 
 # Numbers of ranks.
@@ -158,7 +154,6 @@ def test_worlds_are_compared(capsys: pytest.CaptureFixture, tmp_path: Path) -> N
         (["--device", "abacus", "--world", "2"], "--device: got 'abacus', wanted one of measured, b200"),
         (["--groups"], "one of them at a time"),
         (["train:make"], "one of them at a time"),
-        (["--trace"], "give a model, as module:function"),
         (["--params", "1e30"], "number of parameters: got 1e+30, wanted at least 1000 and at most 1e+15, such as 7e9"),
         (
             ["--width", "1"],

@@ -6,9 +6,8 @@ length of `sequence` tokens; parameters, their gradients and the samples themsel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from zero.sizes.shape import Shape
 
@@ -17,24 +16,6 @@ POLICIES = ("none", "selective", "full", "host")
 LOSS = "<loss>"
 _HEAD = 128  # channels of an attention head in large models
 _FP32 = 4
-
-
-class Operator(NamedTuple):
-    """All runs of one operator: how many, their FLOPs, and the bytes of what they gave."""
-
-    name: str
-    count: int = 0
-    flops: float = 0.0
-    nbytes: float = 0.0
-
-
-def total(operators: Iterable[Operator], samples: int = 1) -> tuple[Operator, ...]:
-    """One for each name; FLOPs and bytes of one of so many samples."""
-    sums: dict[str, Operator] = {}
-    for name, count, flops, nbytes in operators:
-        one = sums.get(name, Operator(name))
-        sums[name] = Operator(name, one.count + count, one.flops + flops / samples, one.nbytes + nbytes / samples)
-    return tuple(sums.values())
 
 
 @dataclass(frozen=True)
@@ -69,8 +50,7 @@ class ModelCost:
     """Units in the order of their use.
 
     What comes after the last block (norm, head, loss) keeps nothing in `units`: it keeps `logits_saved` from forward to
-    backward, and has `logits` bytes alive at most, those included. notes: what was assumed; operators: of forward and
-    backward, by the names of units, where the model was traced.
+    backward, and has `logits` bytes alive at most, those included. notes: what was assumed.
     """
 
     units: tuple[UnitCost, ...]
@@ -78,7 +58,6 @@ class ModelCost:
     logits_saved: float
     sequence: int
     notes: tuple[str, ...] = ()
-    operators: Mapping[str, tuple[Operator, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def flops(self) -> float:

@@ -27,7 +27,7 @@ from zero.plan.patterns import outermost
 from zero.recompute.call import recomputed
 from zero.recompute.saved_inputs import ALONE, InputStore, made_by_graph
 from zero.recompute.selective import Selective
-from zero.sizes.cost import POLICIES, ModelCost, Operator, UnitCost, total
+from zero.sizes.cost import POLICIES, ModelCost, UnitCost
 from zero.sizes.estimate import units_of
 from zero.sizes.recorder import DeviceKernels, OperatorRecorder
 
@@ -109,7 +109,6 @@ class _UnitRun(NamedTuple):
     inputs: tuple[bool, ...]
     outputs: tuple[bool, ...]
     working: int
-    operators: list[Operator]
     out: list[Any]
     structure: TreeSpec
 
@@ -225,7 +224,6 @@ class _Tracer:
             last,
             next((shape[1] for shape in shapes if len(shape) > 1), 1),
             notes,
-            self._operators(samples),
         )
 
     def _units(self, kept: set[int], samples: int) -> Iterator[UnitCost]:
@@ -255,13 +253,6 @@ class _Tracer:
                 {policy: flops - backward["none"] for policy, flops in backward.items()},
                 max(run["none"].working for run in each) / samples,
             )
-
-    def _operators(self, samples: int) -> dict[str, tuple[Operator, ...]]:
-        found = defaultdict(list)
-        for call in self._calls:
-            found[call.anchor] += call.runs["none"].operators
-        found[""] += self._outer.operators
-        return {anchor: total(each, samples) for anchor, each in found.items()}
 
     def _stub(self, anchor: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a call of the unit gives, from nothing."""
@@ -343,7 +334,6 @@ class _Tracer:
             tuple(each in kept for each in numbers),
             tuple(each in kept for each in results),
             max(0, recorder.peak() - sum(map(recorder.nbytes, kept))),
-            recorder.operators,
             specs,
             form,
         )

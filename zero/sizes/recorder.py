@@ -1,4 +1,4 @@
-"""Watches operators run on the meta device: how many of each, their FLOPs, and when which storage lives."""
+"""Watches operators run on the meta device: their FLOPs, and when which storage lives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop, shape_wrapper
 
 from zero.core.torch_private import storage_id
-from zero.sizes.cost import Operator
 
 aten = torch.ops.aten
 _ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout
@@ -39,16 +38,16 @@ FORMULAS: Mapping[Any, Callable[..., int]] = {
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Inside the block: the operators that run, and every storage that they make.
+    """Inside the block: the FLOPs of the operators that run, and every storage that they make.
 
-    operators: each run of each, with FLOPs as torch.utils.flop_counter counts them;
-    made:      how many storages there were; each has its number, in order;
-    paused:    whether nothing is noted now.
+    flops:  of all, as torch.utils.flop_counter counts them;
+    made:   how many storages there were; each has its number, in order;
+    paused: whether nothing is noted now.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators: list[Operator] = []
+        self.flops = 0
         self.made = 0
         self.paused = False
         self._numbers: dict[int, int] = {}  # address of a storage that lives -> its number
@@ -64,34 +63,28 @@ class OperatorRecorder(TorchDispatchMode):
         for tensor in _tensors((args, kwargs)):
             self._note(tensor, 0)  # made before the block
         out = func(*args, **kwargs)
-        nbytes = sum(self._note(tensor, tensor.untyped_storage().nbytes()) for tensor in _tensors(out))
+        for tensor in _tensors(out):
+            self._note(tensor, tensor.untyped_storage().nbytes())
         packet = func._overloadpacket
         if packet in FORMULAS:
-            flops = FORMULAS[packet](*args, **kwargs)
-        else:
-            flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
-        self.operators.append(Operator(str(packet).removeprefix("aten."), 1, flops, nbytes))
+            self.flops += FORMULAS[packet](*args, **kwargs)
+        elif packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
         return out
 
-    def _note(self, tensor: torch.Tensor, nbytes: int) -> int:
+    def _note(self, tensor: torch.Tensor, nbytes: int) -> None:
         address = storage_id(tensor)
         if address in self._numbers:
-            return 0
+            return
         number = self._numbers[address] = self.made
         self.made += 1
         self._sizes[number] = nbytes
         self._events.append((number, nbytes))
         weakref.finalize(tensor.untyped_storage(), self._forget, address).atexit = False
-        return nbytes
 
     def _forget(self, address: int) -> None:
         number = self._numbers.pop(address)
         self._events.append((number, -self._sizes[number]))
-
-    @property
-    def flops(self) -> float:
-        """Of all."""
-        return sum(each.flops for each in self.operators)
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Of its storage; None where no operator has seen it."""

@@ -44,10 +44,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     about = "write the configuration of the fastest that fits, to a file or to where the table goes"
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=about)
     parser.add_argument("--all", action="store_true", help="print all rows, and not the best of each choice")
-    about = "instead print the operators of a step with their FLOPs and bytes, of all units together or of each"
-    parser.add_argument("--trace", nargs="?", const="all", choices=("all", "units"), help=about)
-    about = "instead print which layers can be cut over tensor-parallel ranks, how, and why others not"
-    parser.add_argument("--shardable", action="store_true", help=about)
     parser.add_argument("--nodes", type=at_least(1), metavar="N", help="the number of hosts")
     parser.add_argument("--config", metavar="FILE", help="the JSON of the run (default: bf16 and AdamW)")
     about = "the number of ranks; several, as in 8,16,32, to compare; without it, the smallest that fits is looked for"

@@ -27,7 +27,7 @@ from zero.sizes.lines import of_each, wrapped
 from zero.sizes.rates import DEVICES, Rates
 from zero.sizes.shape import Shape, shape_of
 from zero.tools.plan.search import Setup, candidates
-from zero.tools.plan.table import name_of, nothing_fits, operator_lines, over_worlds, smallest, summary, table
+from zero.tools.plan.table import name_of, nothing_fits, over_worlds, smallest, summary, table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,9 +115,6 @@ def _check(given: argparse.Namespace) -> None:
 def _lines(given: argparse.Namespace) -> Iterator[str]:
     source = PlannedModel(given)
     worlds, name = given.world or [], str(source.model)
-    if given.shardable or given.trace:
-        yield from source.layers() if given.shardable else source.operators()
-        return
     if given.device in ("cuda", "cpu") and len(worlds) == 1 and not (given.json or given.sequence):
         model = given.params if source.inputs is None else source.model
         yield str(estimate(model, given.config, worlds[0], device=given.device, layers=given.layers, width=given.width))
@@ -171,21 +168,6 @@ class PlannedModel:
             return Setup(self.model, cost, settings, _rates_of(self._given.device), per_host)
         rates, note = self._measured(settings, cost)
         return Setup(self.model, replace(cost, notes=(*cost.notes, note)), settings, rates, per_host, _has_gpu())
-
-    def operators(self) -> Iterator[str]:
-        """What `--trace` prints."""
-        if self.inputs is None:
-            raise ValueError("--trace: a number of parameters has no operators; give a model, as module:function")
-        return operator_lines(self._cost(_settings(self._given)), self._given.trace == "units")
-
-    def layers(self) -> Iterator[str]:
-        """What `--shardable` prints."""
-        if self.inputs is None:
-            raise ValueError("--shardable: a number of parameters has no layers; give a model, as module:function")
-        from zero.tools.plan.shardable import largest, shardable
-
-        found = shardable(self.model)
-        return iter([*map(str, found), f"tensor-parallel sizes at which all of that is cut divide {largest(found):,}"])
 
     def _cost(self, settings: Config) -> ModelCost:
         if self.inputs is None:

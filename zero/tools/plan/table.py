@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise, product
 from typing import NamedTuple
 
 from zero.sizes.choice import CHOICES, StageChoice
-from zero.sizes.cost import POLICIES, ModelCost, Operator, total
+from zero.sizes.cost import POLICIES
 from zero.sizes.estimate import PlanRow
 from zero.sizes.lines import gigabytes, table_lines
 from zero.tools.plan.search import Search, Setup, candidates, pace_of
@@ -185,23 +185,3 @@ def smallest(setup: Setup) -> Iterator[str]:
     for choice in never:
         lacks = "; ".join(searches[MOST_RANKS, choice].row("none", size, timed=False).lacks)
         yield f"stage {choice}, none: {lacks} on {MOST_RANKS:,} ranks"
-
-
-def operator_lines(cost: ModelCost, by_unit: bool = False) -> Iterator[str]:
-    """A table of all operators, or one for each unit: for one sample, forward and backward together."""
-    if by_unit:
-        for name, operators in cost.operators.items():
-            yield from ("", f"{name or '<root>'}:", *_operators(operators))
-        return
-    yield from _operators(total(chain.from_iterable(cost.operators.values())))
-
-
-def _operators(operators: Iterable[Operator]) -> Iterator[str]:
-    operators = [each for each in operators if not each.name.startswith("empty")]  # those compute nothing
-    found = sorted(operators, key=lambda each: (-each.flops, -each.nbytes, each.name))
-    columns = {
-        "times": [f"{each.count:,}" for each in found],
-        "GFLOP": [f"{each.flops / 1e9:,.3f}" for each in found],
-        "MB given": [f"{each.nbytes / 1e6:,.3f}" for each in found],
-    }
-    return table_lines("operator", [each.name for each in found], columns)
