@@ -15,9 +15,9 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 43687,
+    "tests": 43690,
     "zero/*.py": 1085,
-    "zero/as_deepspeed": 1421,
+    "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
     "zero/compat": 1052,
     "zero/config": 2156,
@@ -37,7 +37,7 @@ LIMITS = {
     "zero/utils": 405,
     "zero/watchdog": 1387,
 }
-SUM = 95254
+SUM = 95163
 
 
 def parts() -> dict[str, int]:

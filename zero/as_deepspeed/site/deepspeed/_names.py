@@ -4,8 +4,12 @@ import dis
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from deepspeed._modules import MODULES
 from zero.compat.names import INSTEAD
 
 
@@ -48,6 +52,29 @@ def _missing(name: str) -> str:
     return f"{name} is not in zero, which is here as deepspeed: {why}"
 
 
+class _Modules:
+    """Comes first of the finders, and makes those of `MODULES`; a folder of the same name has what is below them."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        below = name.removeprefix("deepspeed.")
+        if below == name or below not in MODULES:
+            return None
+        spec = ModuleSpec(name, cls, is_package=True)
+        spec.submodule_search_locations = [str(Path(__file__).parent.joinpath(*below.split(".")))]
+        return spec
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        """As usual."""
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        homes, refused, modules = MODULES[module.__name__.removeprefix("deepspeed.")]
+        below = {name: f"{module.__name__}.{name}:" for name in modules.split()}
+        module.__getattr__ = finder(module.__name__, {**homes, **below}, refused)
+
+
 class _Missing:
     """Comes last of the finders: what none of them has of `deepspeed` is an error that says what to use."""
 
@@ -58,4 +85,5 @@ class _Missing:
             raise ModuleNotFoundError(_missing(name), name=name)
 
 
+sys.meta_path.insert(0, _Modules)
 sys.meta_path.append(_Missing)

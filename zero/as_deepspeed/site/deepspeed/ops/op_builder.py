@@ -1,11 +1,14 @@
 """Builders of DeepSpeed's kernels: zero builds its own with its wheel, so that there is nothing to load."""
 
+from collections import defaultdict
 from typing import Any
 
 from deepspeed._names import finder
-from deepspeed.ops import __compatible_ops__
 
 __getattr__ = finder(__name__, {})
+
+_KERNELS = ("async_io", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion")
+__compatible_ops__ = defaultdict(bool, dict.fromkeys(_KERNELS, True))
 
 
 class OpBuilder:

@@ -1,9 +1,9 @@
 """The classes of `engine.optimizer`: programs ask by them which stage there is."""
 
 import torch
+from deepspeed._names import finder
 
 import zero
-from deepspeed._names import finder
 from zero.optim.optimizer import ZeroOptimizer
 from zero.utils import safe_get_local_fp32_param
 

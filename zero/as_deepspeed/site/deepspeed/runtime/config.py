@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch.distributed as dist
-
 from deepspeed._names import finder
+
 from zero.config import load
 from zero.config.read import read
 from zero.optim.lr import schedule_problems

@@ -8,15 +8,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-import zero
 from deepspeed._names import finder
 from deepspeed.comm import _engines, init_distributed
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
 from deepspeed.runtime.base_optimizer import kind
 from deepspeed.runtime.zero.partition_parameters import ParameterOffload
 from deepspeed.utils.logging import log_dist
+from torch import nn
+
+import zero
 from zero.config.read import read
 from zero.log import log_once
 

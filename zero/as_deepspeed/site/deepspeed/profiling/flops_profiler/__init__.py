@@ -4,9 +4,9 @@ import time
 from typing import Any
 
 import torch
+from deepspeed._names import finder
 from torch import nn
 
-from deepspeed._names import finder
 from zero.config.profile_sections import FlopsProfiler
 from zero.engine.profiles import peak
 from zero.monitor.flops import FlopsProfile, si

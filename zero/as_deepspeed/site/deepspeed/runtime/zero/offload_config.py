@@ -3,6 +3,7 @@
 import enum
 
 from deepspeed._names import finder
+
 from zero.engine.state_offload import STATES
 
 __getattr__ = finder(__name__, {})

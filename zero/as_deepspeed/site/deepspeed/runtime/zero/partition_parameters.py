@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
-
-import zero
 from deepspeed._names import finder
 from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import _engines, init_distributed
+from torch import nn
+
+import zero
 from zero.config.read import read
 from zero.core.access import LostWrite
 from zero.core.init.deferred_param import DeferredParam

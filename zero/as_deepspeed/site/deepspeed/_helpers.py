@@ -1,6 +1,8 @@
-"""Helpers of training scripts."""
+"""Helpers of training scripts, from several modules of DeepSpeed."""
 
 import gc
+import operator
+import os
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,13 +11,20 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from packaging.version import Version
+from torch import nn
 
-from deepspeed._names import finder
 from deepspeed.accelerator import get_accelerator
 from zero.core.owner import owner_of
 from zero.log import rank
 
-__getattr__ = finder(__name__, {})
+# What `accelerate launch` imports of DeepSpeed's launcher.
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+PDSH_MAX_FAN_OUT = 1024
+
+
+class ZeRORuntimeException(Exception):
+    """What DeepSpeed raises where a checkpoint is of another world size. Here every checkpoint loads: nothing does."""
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -69,3 +78,53 @@ def clip_grad_norm_(
         norm /= dist.get_world_size()
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """`item` with each tensor in nested lists, tuples and dicts copied to `device`.
+
+    `torch.save` writes the whole storage that a tensor is a view of; a copy has one of its own.
+    """
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone().to(device)
+    if isinstance(item, dict):
+        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    return item
+
+
+def recursive_getattr(model: nn.Module, module_name: str) -> Any:
+    """What `model` has under the path, as in "layers.0.mlp"."""
+    return operator.attrgetter(module_name)(model)
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> None:
+    """Put `module` there."""
+    above, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, above) if above else model, name, module)
+
+
+def is_moe_param(param: torch.Tensor) -> bool:
+    """Whether DeepSpeed's expert parallelism has marked the parameter as one of an expert."""
+    return not getattr(param, "allreduce", True)
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | tuple[dict[str, Any], ...] | list[dict[str, Any]],
+    max_group_size: float = 178956971,
+) -> list[dict[str, Any]]:
+    """The groups as they are, in a list; ValueError where one has a parameter of such an expert."""
+    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    if marked := [tuple(param.shape) for group in groups for param in group["params"] if is_moe_param(param)]:
+        raise ValueError(
+            f"parameters of shapes {marked} are of experts (allreduce is False), and expert parallelism is not in zero "
+            "yet; leave the mark away, and every rank trains every expert"
+        )
+    return groups
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Whether torch is at least the one and at most the other, by major and minor version."""
+    here = Version(".".join(torch.__version__.split(".")[:2]))
+    return Version(str(min_version or 0)) <= here <= (Version(str(max_version)) if max_version else here)

@@ -1,0 +1,63 @@
+"""The modules of DeepSpeed that are names alone: where each of them lives, which is looked up when it is first used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Names(NamedTuple):
+    """Of one module; see `finder` for homes and refused. modules: those below it."""
+
+    homes: Mapping[str, str] = {}
+    refused: tuple[str, ...] = ()
+    modules: str = ""
+
+
+def _from(home: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), home)
+
+
+_HELPERS, _FUSED = "deepspeed._helpers", "deepspeed._optimizers"
+_OPTIMIZERS, _CUT = "deepspeed.runtime.base_optimizer", "deepspeed.runtime.zero.partition_parameters"
+_ZERO = "register_external_parameter unregister_external_parameter TiledLinear"
+_SECTIONS = {"": "ZeroOptimization", "OffloadOptimizer": "OffloadOptimizer", "OffloadParam": "OffloadParam"}
+
+MODULES = {
+    "checkpoint": Names(modules="utils"),
+    "checkpoint.utils": Names(_from(_HELPERS, "clone_tensors_for_torch_save"), ("get_model_ckpt_name_for_rank",)),
+    "compression": Names(modules="helper"),
+    "compression.helper": Names(_from(_HELPERS, "recursive_getattr recursive_setattr")),
+    "launcher": Names(modules="runner"),
+    "launcher.runner": Names(_from(_HELPERS, "DEEPSPEED_ENVIRONMENT_NAME PDSH_MAX_FAN_OUT")),
+    "moe": Names(modules="layer utils"),
+    "moe.layer": Names(refused=("MoE",)),
+    "moe.utils": Names(_from(_HELPERS, "is_moe_param split_params_into_different_moe_groups_for_optimizer")),
+    "ops": Names({"__compatible_ops__": "deepspeed.ops.op_builder"}, (), "adam adagrad aio lamb lion op_builder"),
+    "ops.adam": Names(_from(_FUSED, "DeepSpeedCPUAdam FusedAdam")),
+    "ops.adagrad": Names(_from(_FUSED, "DeepSpeedCPUAdagrad")),
+    "ops.aio": Names({"AsyncIOBuilder": "deepspeed.ops.op_builder"}),
+    "ops.lamb": Names(_from(_FUSED, "FusedLamb")),
+    "ops.lion": Names(_from(_FUSED, "DeepSpeedCPULion FusedLion")),
+    "pipe": Names(refused=("PipelineModule", "LayerSpec", "TiedLayerSpec")),
+    "profiling": Names(modules="flops_profiler"),
+    "runtime": Names(modules="base_optimizer bf16_optimizer config engine fp16 lr_schedules utils zero"),
+    "runtime.bf16_optimizer": Names(_from(_OPTIMIZERS, "BF16_Optimizer")),
+    "runtime.fp16": Names(modules="fused_optimizer unfused_optimizer"),
+    "runtime.fp16.fused_optimizer": Names(_from(_OPTIMIZERS, "FP16_Optimizer")),
+    "runtime.fp16.unfused_optimizer": Names({"FP16_UnfusedOptimizer": f"{_OPTIMIZERS}:FP16_Optimizer"}),
+    "runtime.utils": Names(_from(_HELPERS, "see_memory_usage set_random_seed move_to_device clip_grad_norm_")),
+    "runtime.zero": Names(
+        _from(_CUT, "Init GatheredParameters ZeroParamStatus") | _from("zero", _ZERO),
+        (),
+        "config offload_config partition_parameters stage3 stage_1_and_2 utils",
+    ),
+    "runtime.zero.config": Names(
+        {f"DeepSpeedZero{name}Config": f"zero.config.zero_section:{home}" for name, home in _SECTIONS.items()}
+    ),
+    "runtime.zero.stage3": Names(_from(_OPTIMIZERS, "DeepSpeedZeroOptimizer_Stage3")),
+    "runtime.zero.stage_1_and_2": Names(_from(_OPTIMIZERS, "DeepSpeedZeroOptimizer")),
+    "runtime.zero.utils": Names(_from(_HELPERS, "ZeRORuntimeException")),
+    "utils.torch": Names(_from(_HELPERS, "required_torch_version")),
+}
+"""By their paths below `deepspeed`; whatever is not here and in no file of its own is not in zero."""

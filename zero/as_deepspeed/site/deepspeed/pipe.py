@@ -1,5 +1,0 @@
-"""Pipelines can be imported, and say what to use where one is made."""
-
-from deepspeed._names import finder
-
-__getattr__ = finder(__name__, {}, refused=("PipelineModule", "LayerSpec", "TiedLayerSpec"))

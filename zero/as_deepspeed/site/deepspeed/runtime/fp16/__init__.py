@@ -1,7 +1,0 @@
-"""What programs import from DeepSpeed's package of this name."""
-
-from deepspeed._names import finder
-
-__getattr__ = finder(
-    __name__, {name: f"deepspeed.runtime.fp16.{name}:" for name in ("fused_optimizer", "unfused_optimizer")}
-)

@@ -1,5 +1,0 @@
-"""The class of `engine.optimizer` at stage 0 with fp16."""
-
-from deepspeed._names import finder
-
-__getattr__ = finder(__name__, {"FP16_Optimizer": "deepspeed.runtime.base_optimizer"})
