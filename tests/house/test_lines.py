@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 43690,
+    "tests": 43555,
     "zero/*.py": 1085,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
@@ -37,7 +37,7 @@ LIMITS = {
     "zero/utils": 405,
     "zero/watchdog": 1387,
 }
-SUM = 95163
+SUM = 95028
 
 
 def parts() -> dict[str, int]:

@@ -278,15 +278,10 @@ def test_what_starts_ranks_without_a_gpu_or_none_at_all_imports_no_torch(args):
     ("args", "text"),
     [
         (["--num_gpus", "0"], "got '0', wanted an integer of at least 1"),
-        (["--num_gpus", "many"], "got 'many', wanted an integer of at least 1"),
         (["--master_port", "70000"], "got '70000', wanted a port from 1 to 65535"),
-        (["--max_restarts", "-1"], "got '-1', wanted an integer of at least 0"),
         (["--module", "--no_python"], "not allowed with argument"),
         (["--launcher", "impi"], "got 'impi', wanted one of ssh, slurm, openmpi, mpich"),
         (["--launcher_args", "'"], "which no shell would split: No closing quotation"),
-        (["--ssh_port", "0"], "got '0', wanted a port from 1 to 65535"),
-        (["--node_rank", "-1"], "got '-1', wanted an integer of at least 0"),
-        (["--min_nodes", "0"], "got '0', wanted an integer of at least 1"),
     ],
 )
 def test_arguments_are_checked(args, text, capsys):

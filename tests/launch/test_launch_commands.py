@@ -25,7 +25,6 @@ from zero.launch.job import MOST_BYTES, Job
 from zero.launch.launch_messages import LaunchError
 
 WORLD = HostWorld((Host("n1", ("0", "1")), Host("n3", ("2",))))
-SSH = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"]
 HOSTILE = [
     "", " ", "a b", "it's", '"', "'\"'\"'", "$HOME", "`id`", "$(id)", "\\", "\\n", "a\nb", "\n", "\t", "*", "?", "~",
     "!x", ";", "&", "|", ">", "#", "(", "{a,b}", "%n", "%h", "%%", "%", ":", "--", "-m", "--stdin", "K=V",
@@ -45,33 +44,13 @@ def job(*words: str, environment: dict[str, str] | None = None, folder: str = "/
     return Job(request(*words), WORLD, "n1", 29500, environment or {}, folder)
 
 
-def node_line(rank: str | None, tail: str, more: str = "") -> str:
-    """What a node is to run, for a folder and arguments that need no quotes."""
-    flags = [f"--node_rank={rank}"] if rank is not None else []
-    flags += [f"--world={WORLD.encode()}", "--master_addr=n1", "--master_port=29500"]
-    return (
-        f"cd /home/me && exec {sys.executable} -u -m zero run --no_ssh {' '.join(flags)} {more}--no_env_files -- {tail}"
-    )
-
-
-def words_of(*words: str) -> list[list[str]]:
-    return [command.words for command in backends.commands(job(*words))]
-
-
-def test_ssh_is_a_command_for_each_host() -> None:
-    one, two = words_of("--launcher_args=-v -4", "--ssh_port", "2222", "t.py", "--lr", "1")
-    assert one == ["ssh", "-T", *SSH, "-p", "2222", "-v", "-4", "n1", node_line("0", "t.py --lr 1", "--stdin ")]
-    assert two == ["ssh", "-T", *SSH, "-p", "2222", "-v", "-4", "n3", node_line("1", "t.py --lr 1", "--stdin ")]
-    assert all(command.holds_stdin for command in backends.commands(job("t.py")))
-
-
 def test_slurm_is_one_launcher_per_node() -> None:
-    assert words_of("--launcher", "slurm", "--launcher_args=--partition 'a b'", "t.py") == [
-        [
-            "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n3", "--kill-on-bad-exit=1",
-            "--cpu-bind=none", "--input=none", "--export=ALL", "--partition", "a b",
-            "sh", "-c", node_line(None, "t.py"),
-        ]
+    (command,) = backends.commands(job("--launcher", "slurm", "--launcher_args=--partition 'a b'", "t.py"))
+    place = f"--world={WORLD.encode()} --master_addr=n1 --master_port=29500"
+    assert command.words == [
+        "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n3", "--kill-on-bad-exit=1",
+        "--cpu-bind=none", "--input=none", "--export=ALL", "--partition", "a b",
+        "sh", "-c", f"cd /home/me && exec {sys.executable} -u -m zero run --no_ssh {place} --no_env_files -- t.py",
     ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 
+import pytest
 from nodes import Nodes, alive, environment, eventually, pids
 from ports import free_port
 
@@ -71,22 +72,20 @@ def test_a_signal_to_one_host_ends_all(launchers, tmp_path):
         assert not any(alive(pid) for pid in pids(files))
 
 
-def test_a_launcher_that_is_killed_is_a_lost_host_and_its_ranks_end_with_it(launchers, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "statuses", "said"),
+    [
+        ("a", [-9, 129], "zero run: lost the connection to host a, at 127.0.0.1:"),  # the first one
+        ("b", [1, -9], "zero run: host b is lost: its launcher has ended"),
+    ],
+)
+def test_a_launcher_that_is_killed_is_a_lost_host_and_all_ranks_end_with_it(launchers, tmp_path, name, statuses, said):
     with Nodes(launchers, tmp_path, {"a": 1, "b": 1}, WAIT) as nodes:
         files = nodes.files("*.pid", 2)
-        nodes.processes["b"].kill()
-        assert nodes.wait() == [1, -9]
-        assert nodes.said() == ["zero run: host b is lost: its launcher has ended"]
-        assert eventually(lambda: not any(alive(pid) for pid in pids(files)))
-
-
-def test_when_the_first_host_is_lost_the_others_end(launchers, tmp_path):
-    with Nodes(launchers, tmp_path, {"a": 1, "b": 1}, WAIT) as nodes:
-        files = nodes.files("*.pid", 2)
-        nodes.processes["a"].kill()
-        assert nodes.wait() == [-9, 129]
+        nodes.processes[name].kill()
+        assert nodes.wait() == statuses
         (line,) = nodes.said()
-        assert line.startswith("zero run: lost the connection to host a, at 127.0.0.1:")
+        assert line.startswith(said)
         assert eventually(lambda: not any(alive(pid) for pid in pids(files)))
 
 

@@ -49,19 +49,6 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # The world.
 
 
-def test_ranks_of_unequal_hosts() -> None:
-    assert UNEQUAL.size == 6
-    assert [list(UNEQUAL.ranks(node)) for node in range(3)] == [[0, 1, 2], [3], [4, 5]]
-    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    places = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
-    found = [UNEQUAL.environment(node, local, "n1", 29500) for node, local in places]
-    assert all(tuple(each) == keys for each in found)
-    assert [tuple(each.values())[:4] for each in found] == [
-        ("0", "0", "6", "3"), ("1", "1", "6", "3"), ("2", "2", "6", "3"),
-        ("3", "0", "6", "1"), ("4", "0", "6", "2"), ("5", "1", "6", "2"),
-    ]  # fmt: skip
-
-
 def test_a_node_finds_itself() -> None:
     assert node_of(asked(no_ssh=True, node_rank=2), UNEQUAL, {"SLURMD_NODENAME": "n1"}) == 2
     assert node_of(asked(no_ssh=True), UNEQUAL, {"SLURMD_NODENAME": "n3"}) == 2

@@ -21,8 +21,6 @@ from nodes import environment
 from test_import import fresh
 
 from zero.__main__ import _parser, main
-from zero.engine.arguments import resolve_config
-from zero.launch.contract import CONFIG, SETS
 
 SHORT = ("file ends", "three sections", "model first", "meta", "not the same", "nothing whole", "full disk")
 
@@ -103,7 +101,6 @@ WORDS = {
     "plan PATH": "wanted module:function",
     "verify none": "zero verify: error: there is no folder none",
     "consolidate PATH out": "there is no folder aaa",
-    "ssh --hostfile PATH ls": "File name too long: aaa",
     "config --default --output PATH": "File name too long",
     "config --default --output none/a.json": "--output: cannot write 'none/a.json': No such file or directory",
     "report --run PATH": "File name too long",
@@ -200,20 +197,6 @@ def test_a_hook_of_the_script_stays(two_ranks) -> None:
     assert "mine" in said and "Traceback" not in said
 
 
-def test_what_the_launcher_was_given_is_taken_where_the_script_gives_nothing(monkeypatch, tmp_path: Path) -> None:
-    file = tmp_path / "zero.json"
-    file.write_text('{"train_batch_size": 4, "zero_optimization": {"stage": 1}}')
-    monkeypatch.setenv(CONFIG, str(file))
-    assert resolve_config(None, None, None) == str(file)
-    monkeypatch.setenv(SETS, '["zero_optimization.stage=2", "fp16.enabled=true"]')
-    assert resolve_config(None, None, None) == {
-        "train_batch_size": 4,
-        "zero_optimization": {"stage": 2},
-        "fp16": {"enabled": True},
-    }
-    assert resolve_config(None, {"train_batch_size": 2}, None) == {"train_batch_size": 2}
-
-
 @pytest.mark.long
 def test_the_winner_of_several_configurations_is_named(launchers: Launchers, tmp_path: Path) -> None:
     (tmp_path / "zero.json").write_text('{"train_batch_size": 4, "zero_optimization": {"stage": 1}}')
@@ -246,7 +229,7 @@ def test_every_number_on_a_command_line_is_looked_at() -> None:
     assert {("config", "world"), ("config", "memory"), ("plan", "nodes"), ("plan", "sequence"), ("tune", "limit")} < {
         *seen
     }
-    assert {("check", "steps"), ("check", "timeout"), ("run", "num_gpus"), ("ssh", "ssh_port")} < {*seen}
+    assert {("check", "steps"), ("check", "timeout"), ("run", "num_gpus"), ("run", "ssh_port")} < {*seen}
 
 
 def test_a_wrong_path_is_found_before_anything_heavy_is_imported() -> None:

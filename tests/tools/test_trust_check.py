@@ -121,7 +121,7 @@ def test_a_wrong_gradient_on_one_rank_is_found():
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_every_planted_error_is_found_and_no_right_model_is_blamed(pool, seed):
-    """Three seeds of tests/sweep_trust.py, the first one with every third model."""
+    """Three seeds, the first one with every third model."""
     models = list(MODELS) if seed else list(MODELS)[::3]
     assert pool.run(1 if seed == 2 else 2, alarms, seed, models)[0] == dict.fromkeys(models)
     found = pool.run(2, planted, list(MODELS)[5 * seed % len(MODELS)], seed)[0]
