@@ -34,6 +34,7 @@ _HOMES = {
     "skip_first_batches": "zero.data",
     "tiled_cross_entropy": "zero.tiled.loss",
     "TiledLinear": "zero.tiled.linear",
+    "tile_mlp": "zero.tiled.mlp",
     "ConfigError": "zero.config",
 }
 _MODULES = ("checkpointing", "config", "core", "data", "engine", "kernels", "launch", "log", "optim", "plan", "utils")
@@ -57,6 +58,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.sizes.estimate import estimate
     from zero.tiled.linear import TiledLinear
     from zero.tiled.loss import tiled_cross_entropy
+    from zero.tiled.mlp import tile_mlp
 else:  # to a type checker every name would be there
 
     def __getattr__(name: str) -> Any:

@@ -15,8 +15,8 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 43555,
-    "zero/*.py": 1085,
+    "tests": 43847,
+    "zero/*.py": 1087,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
     "zero/compat": 1052,
@@ -30,14 +30,14 @@ LIMITS = {
     "zero/monitor": 1245,
     "zero/optim": 2741,
     "zero/plan": 1524,
-    "zero/recompute": 1235,
+    "zero/recompute": 1245,
     "zero/sizes": 1711,
-    "zero/tiled": 488,
+    "zero/tiled": 561,
     "zero/tools": 4999,
     "zero/utils": 405,
     "zero/watchdog": 1387,
 }
-SUM = 95028
+SUM = 95405
 
 
 def parts() -> dict[str, int]:

@@ -21,6 +21,7 @@ from zero.core.torch_private import storage_id
 from zero.core.world import Axis
 from zero.log import rank_zero
 from zero.plan.memory import MIB
+from zero.recompute.holder import HOLDER
 from zero.recompute.policy import Choice, Cost, Policy, choose
 from zero.recompute.saved_inputs import InputStore, made_by_graph
 from zero.recompute.selective import Kind, keeps, kind_of
@@ -33,6 +34,7 @@ class ProductBytes(TorchDispatchMode):
         super().__init__()
         self.products: list[int] = []
         self.attention = 0
+        self._depth = HOLDER.scope.inside
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -40,10 +42,10 @@ class ProductBytes(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record the result."""
+        """Record the result, unless a call inside is recomputed by itself."""
         out = func(*args, **(kwargs or {}))
         kind = kind_of(func)
-        if kind is not Kind.CHEAP:
+        if kind is not Kind.CHEAP and HOLDER.scope.inside == self._depth:
             nbytes = sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
             if kind is Kind.PRODUCT:
                 self.products.append(nbytes)

@@ -161,7 +161,7 @@ def recomputed(
                 around.enter_context(as_of(buffers))
             if inputs is not None:
                 around.enter_context(inputs.around(again))
-            around.enter_context(HOLDER.within(Scope(None, True)))
+            around.enter_context(HOLDER.within(Scope(None, HOLDER.scope.inside + 1)))
             around.enter_context(later if again else first)
             out = fn(*positional, **named)
         buffers.extend(changed(before))

@@ -13,10 +13,10 @@ from zero.recompute.seeds import SeedTracker
 
 
 class Scope(NamedTuple):
-    """The surroundings of a call: where its inputs are kept, and whether it is inside another recomputed call."""
+    """The surroundings of a call: where its inputs are kept, and how many recomputed calls it is inside of."""
 
     inputs: InputStore | None = None
-    inside: bool = False
+    inside: int = 0
 
 
 NOWHERE = Scope()

@@ -16,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zero.recompute.holder import HOLDER
+
 
 class Kind(enum.Enum):
     """How a policy classifies an operation."""
@@ -105,6 +107,11 @@ class _Choosing(TorchDispatchMode):
         self._module = module
         self._needed = needed
         self._products = 0
+        self._depth = 0  # how many recomputed calls this one is inside of, and itself
+
+    def __enter__(self) -> Any:
+        self._depth = HOLDER.scope.inside
+        return super().__enter__()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -113,7 +120,8 @@ class _Choosing(TorchDispatchMode):
 
     def _chosen(self, op: Any) -> bool:
         kind = kind_of(op)
-        if kind is Kind.CHEAP:
+        # A call inside, such as a slice of an MLP, is recomputed by itself: what is kept of it would be no use.
+        if kind is Kind.CHEAP or HOLDER.scope.inside > self._depth:
             return False
         if kind is Kind.ATTENTION:
             return True
