@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from matrix_models import Base, Extra, FrozenMiddle, Tied, loss_from, loss_of
+from matrix_models import Base, Extra, FrozenMiddle, loss_from, loss_of
 from models import WIDTH, Net, config, make_net
 from oracle import backward
 from scenario import Model, differences, run
@@ -214,31 +214,9 @@ def two_backwards(engine: Any, x: torch.Tensor, rank: int, factor: float) -> tor
     return sum(losses).detach()
 
 
-def retained(engine: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
-    """One graph, run twice."""
-    loss = loss_of(engine(x, rank)) / 2
-    engine.backward(loss, retain_graph=True)
-    engine.backward(loss)
-    return loss.detach()
-
-
-def with_evaluation(engine: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
-    """A forward under no_grad in eval mode before each training forward."""
-    engine.eval()
-    with torch.no_grad():
-        engine(x, rank)
-    engine.train()
-    return by_engine(engine, x, rank, factor)
-
-
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_model(pool, kind):
     check(pool, kind, by_engine, plain=one_backward)
-
-
-@pytest.mark.parametrize("loop", [retained, with_evaluation], ids=lambda loop: loop.__name__)
-def test_loop(pool, loop):
-    check(pool, Tied, loop, plain=one_backward)
 
 
 @pytest.mark.parametrize("kind", [OneRankOnly, *longer(Shared, FrozenMiddle)], ids=lambda kind: kind.__name__)

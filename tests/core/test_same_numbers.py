@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import allowed, error, twice
-from marks import each_once, longer
+from marks import longer
 from models import make_net
 from oracle import Training, exact, near, net_backward
 from scenario import differences, runs, same
@@ -76,15 +76,3 @@ def test_as_near_to_the_truth_as_ddp(pool):
     truth = exact(Training(2, STEPS)).params
     ((ours,), _) = stages(pool, 2, {}, wanted=[3])
     assert error(ours.weights, truth) <= allowed(truth, *pool.run(2, run_ddp_twice)[0])
-
-
-KINDS = ["SGD", "Lion", "Adagrad", "RMSprop", "NAdam"]
-
-
-@pytest.mark.parametrize(("kind", "precision"), each_once(KINDS, ["fp32", "bf16"]))
-def test_every_optimizer_runs_on_shards(pool, kind, precision):
-    """Any element-wise optimizer, ours or torch's, gives on shards, bitwise, what our unsharded stage 0 gives."""
-    json = {"optimizer": {"type": kind, "params": {"lr": 1e-2}}, "gradient_clipping": 1.0, "precision": precision}
-    for whole, cut in stages(pool, 2, json, 3, wanted=(0, 3)):
-        assert same(whole, cut)
-        assert whole.losses[-1] != whole.losses[0]

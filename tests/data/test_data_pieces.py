@@ -74,16 +74,6 @@ def test_a_loop_sets_the_epoch_in_the_sampler_as_it_does_with_torchs_loader() ->
     assert samples(loader) == passes[2], "without a word of the loop passes are numbered on"
 
 
-def test_the_epoch_of_the_resumed_pass_in_the_sampler_keeps_its_position() -> None:
-    loader, resumed = (Loader(Numbers(20), batch_size=4, rank=0, world_size=2) for _ in range(2))
-    samples(loader)
-    batches = iter(loader)
-    next(batches)
-    resumed.load_state_dict(loader.state_dict())
-    resumed.sampler.set_epoch(1)
-    assert samples(resumed) == samples(batches)
-
-
 def test_streams_and_loaders_of_others_are_read_and_dropped() -> None:
     stream = Loader(SizedStream(12), batch_size=2, rank=0, world_size=1)
     assert samples(zero.skip_first_batches(stream, 4)) == [8, 9, 10, 11]

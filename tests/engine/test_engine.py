@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import copy
-import importlib
 import json
 import logging
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +18,6 @@ import zero
 from zero.core.world import local_device
 from zero.engine import Engine
 from zero.utils import safe_get_local_fp32_param
-
-
-def exceptions_of_ours() -> list[type[Exception]]:
-    root = Path(zero.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root.parent).with_suffix("").parts
-        # Importing a door opens it; Lightning is an extra.
-        if parts[-1] != "__main__" and parts[1] not in ("as_deepspeed", "lightning"):
-            importlib.import_module(".".join(parts).removesuffix(".__init__"))
-    found, looked_at = [], [Exception]
-    while looked_at:
-        for kind in type.__subclasses__(looked_at.pop()):
-            looked_at.append(kind)
-            found += [kind] if kind.__module__.partition(".")[0] == "zero" else []
-    return found
-
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"}}
 
@@ -152,35 +132,15 @@ def test_a_graph_from_before_the_step_is_refused_as_in_torch():
         engine.backward(loss)
 
 
-def test_training_data_becomes_a_loader():
-    data = torch.utils.data.TensorDataset(*batch(0, 10))
-    loader = zero.initialize(model=make_net(), config=config(0, 1), training_data=data)[2]
-    assert len(loader) == 5
-    assert [len(tokens) for tokens, _ in loader] == [2] * 5
-    first, second = [torch.cat([tokens for tokens, _ in loader]) for _ in range(2)]
-    assert not torch.equal(first, second), "each epoch shuffles anew"
-    assert sorted(map(tuple, first.tolist())) == sorted(map(tuple, second.tolist()))
-
-
-def of_type(name: str, **params: Any) -> dict[str, Any]:
-    return {"config": config(0, 1, optimizer={"type": name, "params": params})}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": None}, "initialize() needs model=<torch.nn.Module>; got NoneType"),
-        ({"config": None}, "initialize() needs a configuration: pass config=<path or dict>, or args"),
         ({"config_params": {}}, "initialize() got config and config_params, which say the same; pass one of them"),
         ({"mpu": object()}, "mpu: got a object; wanted an object with get_data_parallel_group()"),
         ({"mesh_param": 4}, "mesh_param: got 4; wanted a DeviceMesh, (replicas, shards), or a mapping such as"),
         ({"mpu": object(), "mesh_param": (1, 1)}, "initialize() got mesh_param and mpu, which say the same"),
-        ({"model_parameters": []}, "model_parameters: no parameter requires a gradient"),
         ({"model_parameters": [3]}, "model_parameters: group 0 holds a int; wanted parameters"),
         ({"model_parameters": [nn.Parameter(torch.ones(2))]}, "optimizer group 0 holds a parameter of shape (2,) that"),
-        (of_type("AdmaW"), "optimizer.type: unknown optimizer 'AdmaW'; did you mean 'AdamW'?"),
-        (of_type("LBFGS"), "optimizer.type: 'LBFGS' cannot run on shards: it needs a closure"),
-        (of_type("RMSprop", momentun=1), "optimizer.params: torch.optim.RMSprop has no argument 'momentun'; did you"),
     ],
 )
 def test_wrong_arguments(arguments, message):
@@ -190,8 +150,6 @@ def test_wrong_arguments(arguments, message):
 
 
 def test_units_by_name():
-    with pytest.raises(ValueError, match=r"zero.units: \['Blok'\] match no module of the model; did you mean 'Block'?"):
-        alone(zero={"units": ["Blok"]})
     engine = alone(zero={"units": ["Linear"]})[0]
     assert {"blocks.0.up", "head"} <= {unit.name for unit in engine.describe().units}
 
@@ -294,17 +252,3 @@ def test_shapes_placements_and_state_are_said() -> None:
     assert "    blocks.1.up.weight    25x12         rank 0 [0:300]" in text
     assert "not updated" in text
     engine.destroy()
-
-
-def test_every_exception_of_ours_is_the_same_elsewhere():
-    arguments = {
-        "ConfigError": (["fp16.enabled: got 3, wanted true or false", "second"], "zero.json"),
-    }
-    kinds = exceptions_of_ours()
-    assert {"ConfigError", "ScheduleError", "Damaged", "LaunchError"} <= {kind.__name__ for kind in kinds}
-    made = [kind(*arguments.get(kind.__name__, ("lr: wanted a number",))) for kind in kinds]
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        elsewhere = list(pool.map(copy.copy, made))
-    for error, *others in zip(made, elsewhere, map(copy.copy, made), map(copy.deepcopy, made), strict=True):
-        for other in others:
-            assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))

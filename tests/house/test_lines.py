@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 43847,
+    "tests": 43570,
     "zero/*.py": 1087,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
@@ -37,7 +37,7 @@ LIMITS = {
     "zero/utils": 405,
     "zero/watchdog": 1387,
 }
-SUM = 95405
+SUM = 95128
 
 
 def parts() -> dict[str, int]:

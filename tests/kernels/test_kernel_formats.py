@@ -69,9 +69,6 @@ def test_the_compiled_step_splits_and_joins_every_pattern_as_the_reference(isa):
         assert (bits(param)[nan] == 0x7FC0).all() and (low[nan] == 0).all()
 
 
-# Random bits.
-
-
 # Moments.
 
 

@@ -53,13 +53,6 @@ def until(holds: Callable[[], object]) -> object:
     return found
 
 
-def linked(connection: socket.socket, connects: bool = True) -> Connection:
-    """A connection whose other end has shown that it has the secret."""
-    link = Connection(connection, SECRET, connects)
-    link.greet()
-    return link
-
-
 def first_host(given: Terms, where: tuple[str, int]) -> tuple[RendezvousServer, RendezvousClient]:
     server = RendezvousServer(given, where)
     return server, RendezvousClient(given, 0, where, server)
@@ -94,16 +87,6 @@ def test_a_first_host_that_does_not_answer_is_named():
     assert until(lambda: member.end)
     assert member.end.text == f"host a, at 127.0.0.1:{port}, did not answer within 0 s"
     member.close()
-
-
-def test_a_host_that_falls_silent_is_lost_though_its_connection_stands(impatient):
-    with met(terms(), nodes=(1,)) as (_, where, members), socket.create_connection(where) as silent:
-        link = linked(silent)
-        link.send(kind="hello", node=2, terms=terms().word())
-        assert until(lambda: all(member.run_id for member in members))
-        assert until(lambda: all(member.end for member in members))
-        (found,) = {member.end for member in members}
-        assert (found.text, found.node) == ("host c is lost: nothing was heard from it for 3 s", 0)
 
 
 @pytest.mark.parametrize("came", [False, True])

@@ -219,9 +219,6 @@ def test_files_reach_the_ranks_of_one_machine_and_of_many(alone: Path) -> None:
     assert plan(asked(num_gpus=2, no_env_files=True), 0).shared.keys() == {"OMP_NUM_THREADS"}
 
 
-# Cores.
-
-
 # One host that is this machine, in earnest; and nothing heavy where nothing starts.
 
 

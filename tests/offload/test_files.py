@@ -185,12 +185,6 @@ def test_closed_ones_are_refused(aio: Aio, tmp_path: Path) -> None:
         aio.read(ScratchFile(tmp_path, BLOCK, "state"), aligned(BLOCK), 0)
 
 
-# Processes.
-
-
-# Files.
-
-
 # --- stores in a file ------------------------------------------------------------------------------------------------
 
 

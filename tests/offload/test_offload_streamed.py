@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from marks import longer
 from models import WIDE, config, make_net, share, step
 from offload_cases import BOTH, GPU, as_on_a_gpu
@@ -27,12 +25,7 @@ import zero
 import zero.core.ratio
 import zero.core.streaming
 from zero.config import ConfigError, load
-from zero.core.ratio import fitting
 from zero.memory.update_costs import UpdateRates
-from zero.plan.formats import Formats
-from zero.plan.layout import make_layout
-from zero.plan.placement import Where, place
-from zero.plan.units import ParamSpec, UnitPlan
 
 STREAMED = {"offload_optimizer": GPU}
 KEYS = ("exp_avg", "exp_avg_sq")
@@ -233,10 +226,6 @@ def test_what_happens_before_the_step_counts(pool, tmp_path: Path, stage: int, w
 # --- what stays on the device ----------------------------------------------------------------------------------------
 
 
-FORMATS = Formats("remainder")
-BYTES = 2 + 8 + 2  # of one bf16 element on the device: remainder, both moments, gradient
-
-
 def auto(free: list[int], kind: str, folder: str) -> tuple[Record, list[str]]:
     """A training where rank r has `free[r]` bytes; `seen` is which units stay on the device. And what was logged."""
     place = {"device": kind, "ratio": "auto", "nvme_path": folder}
@@ -280,21 +269,3 @@ def test_the_key_takes_a_number_or_the_word():
         wanted = "zero_optimization.offload_optimizer.ratio: got .*, wanted a number from 0 to 1, or 'auto'"
         with pytest.raises(ConfigError, match=wanted):
             load(section(wrong), 1)
-
-
-def units_of(*sizes: int) -> list[UnitPlan]:
-    specs = [ParamSpec(f"u{index}.weight", numel, "bf16", True, 0, 2) for index, numel in enumerate(sizes)]
-    return [UnitPlan(spec.name, spec.name, (spec,), make_layout({spec.name: spec.numel}, 1)) for spec in specs]
-
-
-@settings(deadline=None)
-@given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=60), part=st.floats(0, 1))
-def test_the_room_is_never_exceeded(sizes: list[int], part: float) -> None:
-    units = units_of(*sizes)
-    room = part * sum(unit.layout.numel for unit in units) * BYTES
-    sizes = [unit.layout.numel * BYTES for unit in units]
-    ratio, numel, nbytes = fitting(units, sizes, 1, room)
-    placements = place(units, 1, Where.FILE, Where.DEVICE, ratio)
-    stay = [unit for unit, at in zip(units, placements, strict=True) if at.optimizer is Where.DEVICE]
-    assert numel == sum(unit.layout.numel for unit in stay)
-    assert nbytes <= room

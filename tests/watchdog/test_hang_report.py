@@ -12,7 +12,6 @@ from zero.watchdog.hang_report import (
     Seen,
     View,
     cause,
-    cause_of_loss,
     clipped,
     hang_report,
     ranks_text,
@@ -93,12 +92,3 @@ def test_a_rank_that_failed_ends_the_wait_of_others_only_if_it_has_not_sent_its_
     died = replace(ended, error="ValueError: bad")
     assert cause(view(waiting(1), died), 57) == "rank 2 has ended its program with ValueError: bad after 0 steps"
     assert cause(view(waiting(1), ended), 56) == "", "it has ended well; somebody else is slow"
-
-
-def test_the_first_exception_is_the_cause_not_those_that_followed() -> None:
-    late = Record(1, error="KeyError: late", fault=2)
-    early = Record(3, error="ValueError: early", fault=1)
-    victim = Record(2, error="rank 3 raised", fault=3, gave_up=True, missing=(3,))
-    assert cause(view(late, victim, early), 5) == "rank 3 raised ValueError: early"
-    assert cause_of_loss(view(late, victim, early), 0.1) == "rank 3 raised ValueError: early"
-    assert cause_of_loss(view(waiting(1), victim), 0.1) == "rank 2 gave up for want of rank 3: rank 3 raised"
