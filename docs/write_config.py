@@ -63,9 +63,9 @@ def page() -> str:
             elif not any("$ref" in option for option in _options(shape)):
                 rows.append(f"| `{name}` | {_kind(shape)} | {_default(shape)} | {_text(texts[name])} |")
         if rows:
-            about = f"{model.__doc__.strip()}\n\n" if title.startswith("`") else ""
+            about = f"{model.__doc__.strip()}\n\n" if title.startswith("`") else "\n"
             table = ["| key | value | default | |", "|---|---|---|---|", *rows]
-            parts.append(f"## {title}\n\n{about}" + "\n".join(table) + "\n")
+            parts.append(f"## {title}\n{about}" + "\n".join(table) + "\n")
     for title, names in ("Errors once they are switched on", refused), ("Accepted without effect", idle):
         parts.append(f"## {title}\n\n{', '.join(sorted(names))}\n")
     return "\n".join(parts)

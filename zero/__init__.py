@@ -25,6 +25,8 @@ _HOMES = {
     "load_weights": "zero.engine.checkpoint.load_weights",
     "WeightUpdate": "zero.kernels.marks",
     "FusedOptimizer": "zero.optim.client",
+    "attention": "zero.parallel.attention",
+    "shared_attention": "zero.parallel.attention",
     "init_distributed": "zero.engine.joining",
     "RepeatingLoader": "zero.data",
     "TokenBatchSampler": "zero.data",
@@ -55,6 +57,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.engine.joining import init_distributed
     from zero.kernels.marks import WeightUpdate
     from zero.optim.client import FusedOptimizer
+    from zero.parallel.attention import attention, shared_attention
     from zero.sizes.estimate import estimate
     from zero.tiled.linear import TiledLinear
     from zero.tiled.loss import tiled_cross_entropy

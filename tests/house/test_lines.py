@@ -15,29 +15,30 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 43570,
-    "zero/*.py": 1087,
+    "tests": 43580,
+    "zero/*.py": 1090,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
     "zero/compat": 1052,
-    "zero/config": 2156,
-    "zero/core": 7002,
+    "zero/config": 2191,
+    "zero/core": 7059,
     "zero/data": 1076,
-    "zero/engine": 6727,
-    "zero/kernels": 2016,
+    "zero/engine": 6772,
+    "zero/kernels": 2017,
     "zero/launch": 4232,
     "zero/memory": 1503,
     "zero/monitor": 1245,
     "zero/optim": 2741,
-    "zero/plan": 1524,
+    "zero/parallel": 950,
+    "zero/plan": 1631,
     "zero/recompute": 1245,
     "zero/sizes": 1711,
     "zero/tiled": 561,
     "zero/tools": 4999,
-    "zero/utils": 405,
+    "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 95128
+SUM = 96359
 
 
 def parts() -> dict[str, int]:

@@ -24,19 +24,20 @@ _NOT_AVAILABLE = {"amsgrad": "AMSGrad is not available", "eps_inside_sqrt": "eps
 def load(
     source: str | PathLike | Mapping,
     world_size: int,
+    sequence_ranks: int = 0,
     *,
     filled: bool = True,
     stand_ins: Collection[str] = (),
     checks: Mapping[str, Callable[[str, Mapping[str, Any]], list[str]]] = MappingProxyType({}),
 ) -> Config:
-    """Read and check a config for `world_size` data-parallel ranks.
+    """Read and check a config for `world_size` ranks, of which `sequence_parallel_size` have the same samples.
 
     `source` is the path of a JSON or hjson file, or a dict. Raises `ConfigError` with one line for everything
     that is wrong, also for each `"auto"` that no default can replace. With `filled=False` the config is one that
     Hugging Face has not filled in yet: "auto" counts as not given. If no batch size is given then, or where the script
     ends its steps by itself, the micro-batch is 1. `stand_ins` are sections that the script replaces by its own
-    objects. `checks`: by section, a function that finds problems of its `type` and `params` that need torch to be
-    known.
+    objects. `sequence_ranks`: of those, as an argument of the script says, 0 for none. `checks`: by section, a function
+    that finds problems of its `type` and `params` that need torch to be known.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size: got {show(world_size)}, wanted an integer of at least 1")
@@ -44,6 +45,9 @@ def load(
     walk = Walk()
     file = walk.section(config.values, File)
     errors = [*config.errors, *walk.errors, *_optimizer(file)]
+    errors += rules.sequences(file, sequence_ranks, world_size)
+    file = file.model_copy(update={"sequence_parallel_size": sequence_ranks or file.sequence_parallel_size})
+    data_ranks = max(1, world_size // file.sequence_parallel_size)
     for name, check in checks.items():
         section = getattr(file, name)
         errors += check(section.type, section.params) if section is not None and name not in stand_ins else []
@@ -54,7 +58,7 @@ def load(
         if train is None and micro is None and not (filled and file.managed_gradient_accumulation):
             micro = 1
         try:
-            batch = resolve(train, micro, steps, world_size)
+            batch = resolve(train, micro, steps, data_ranks)
         except ValueError as error:
             errors.append(str(error))
     if batch is not None and file.zero.reduce == "tree":
@@ -72,7 +76,7 @@ def load(
         log.log_once(logging.INFO, f"keys of the config that have no effect: {text}")
     fields = dict(file) | {TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.steps}
     return Config.model_construct(
-        _fields_set=set(file.model_fields_set), **fields, world_size=world_size, raw=config.values
+        _fields_set=set(file.model_fields_set), **fields, world_size=data_ranks, raw=config.values
     )
 
 

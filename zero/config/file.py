@@ -94,7 +94,8 @@ class File(Section):
     graph_harvesting: Bool = False
     """Run forward and backward of a micro-batch as CUDA graphs, at stages 0 to 2."""
     use_data_before_expert_parallelism: Annotated[Bool, Unavailable(_ONLY_DATA)] = False
-    sequence_parallel_size: Annotated[Positive | None, Unavailable(_ONLY_DATA, on=above_one)] = None
+    sequence_parallel_size: Positive = 1
+    """Ranks that a sequence is cut over; as many consecutive ranks have the same samples. See zero.context."""
     data_parallel_size: Annotated[Positive | None, NOTHING_TO_SET] = None
 
     activation_checkpointing: ActivationCheckpointing = absent(ActivationCheckpointing)
@@ -185,13 +186,18 @@ class Config(File):
     def shard_size(self) -> int:
         """The number of ranks that state is cut over, from zero.shard_size or mics_shard_size; 0 for all ranks."""
         size = next(iter(self.shard_sizes.values()), 0)
-        return 0 if size == self.world_size else size
+        return 0 if size == self.summed else size
 
     @property
     def secondary_shard_size(self) -> int:
         """The number of ranks that hold a second copy of the parameters (hpZ); 1 for no such copy."""
         size = self.zero_optimization.zero_hpz_partition_size
-        return 1 if size == self.world_size else size
+        return 1 if size == self.summed else size
+
+    @property
+    def summed(self) -> int:
+        """The number of ranks that gradients are summed over: those with samples of their own, and their pieces."""
+        return self.world_size * self.sequence_parallel_size
 
     @property
     def counted(self) -> bool:
@@ -203,12 +209,13 @@ class Config(File):
         """The factor for the sum of gradients over all micro-batches of all ranks; see `counted`."""
         if self.counted:
             return float(self.world_size) if self.gradient_allreduce_op == "sum" else 1.0
-        ranks = 1 if self.gradient_allreduce_op == "sum" else self.world_size
+        # The loss of a sequence is the same on all ranks that have a piece of it, and each of them has its backward.
+        ranks = self.sequence_parallel_size if self.gradient_allreduce_op == "sum" else self.summed
         return 1.0 / (ranks * self.gradient_accumulation_steps)
 
     @property
     def predivide(self) -> float:
         """The divisor of gradients before they are sent; 1 for none."""
         if self.gradient_predivide_factor == 1.0 and self.prescale_gradients:
-            return float(self.world_size)
+            return float(self.summed)
         return self.gradient_predivide_factor

@@ -127,6 +127,14 @@ def means(file: File) -> Iterator[str]:
             yield f"{key}: got 'fp16' with zero.mean 'tokens', whose sums leave its range; use 'bf16' or 'fp32'"
 
 
+def sequences(file: File, told: int, world_size: int) -> Iterator[str]:
+    """Rules about ranks that share sequences, of which an argument of the script has `told` a number, or 0."""
+    size = file.sequence_parallel_size
+    if told and size not in (1, told):
+        yield f"sequence_parallel_size: got {size}, and mpu says {told}; keep one of the two"
+    yield from indivisible("sequence_parallel_size", told or size, world_size)
+
+
 def sharding(file: File, world_size: int) -> Iterator[str]:
     """Rules about the stage, offload, and groups of ranks smaller than the world."""
     zero = file.zero_optimization
@@ -154,7 +162,9 @@ def sharding(file: File, world_size: int) -> Iterator[str]:
                 f"{key}: got {size} with zero_optimization.stage 0, where every rank keeps all state; set the stage to "
                 "1, 2 or 3, or leave it out"
             )
-        yield from _indivisible(key, size, world_size)
+        yield from indivisible(key, size, world_size)
+        if size % file.sequence_parallel_size:
+            yield f"{key}: got {size}, wanted a multiple of sequence_parallel_size {file.sequence_parallel_size}"
     if hpz > 1 and zero.stage < 3:
         yield (
             f"{_HPZ}: got {hpz} with zero_optimization.stage {zero.stage}, which keeps whole parameters on every "
@@ -162,7 +172,7 @@ def sharding(file: File, world_size: int) -> Iterator[str]:
         )
     for key, size in sizes.items() if hpz > 1 else ():
         yield f"{_HPZ}: got {hpz} with {key} {size}; it is for state that is cut over all ranks, keep one of the two"
-    yield from _indivisible(_HPZ, hpz, world_size)
+    yield from indivisible(_HPZ, hpz, world_size)
 
 
 def quantized(file: File) -> Iterator[str]:
@@ -190,7 +200,8 @@ def quantized(file: File) -> Iterator[str]:
         )
 
 
-def _indivisible(key: str, size: int, world_size: int) -> Iterator[str]:
+def indivisible(key: str, size: int, world_size: int) -> Iterator[str]:
+    """Why `size` ranks cannot be equal parts of the world."""
     if world_size % size:
         divisors = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
         yield f"{key}: got {size}, wanted a divisor of world size {world_size}: {', '.join(divisors)}"

@@ -186,6 +186,17 @@ class Saving(Section):
     """How many of them keep the optimizer state; older ones keep only the weights. Default: all."""
 
 
+class Context(Section):
+    """How attention works on a sequence that `sequence_parallel_size` ranks share."""
+
+    mode: choice("ulysses", "ring") = "ulysses"
+    """ulysses: each rank computes some heads over the whole sequence. ring: all heads over its piece, and keys and
+    values travel, as far as another rank's queries see them."""
+    cut: Texts = Field(default_factory=list)
+    """Names of the arguments of the model that have a sequence as their second dimension. Default: `input_ids`, and
+    every tensor of its first two dimensions."""
+
+
 class Zero(Section):
     """The keys that DeepSpeed does not have."""
 
@@ -207,6 +218,8 @@ class Zero(Section):
     mean: choice("micro_batches", "tokens") = "micro_batches"
     """What the gradient of a step is the mean over: "micro_batches", each of one weight, or "tokens", all that count on
     all ranks and in all micro-batches, as engine.backward(loss, tokens=n) tells."""
+    context: Context = absent(Context)
+    """How attention works on a sequence that ranks share."""
     drop_last_window: Bool = False
     """Drop the gradients of a step that the end of a pass over the training data leaves incomplete."""
     timeout: Seconds = TIMEOUT

@@ -39,6 +39,7 @@ FIRST_TAG = 1 << 20
 # Each engine has so many tags. They are used again by the engine that comes so many engines later: a tag has 31 bits.
 TAGS, ENGINES = 1 << 17, 1 << 12
 WORDS = TAGS - 1  # the tag of what is told, in order
+PASSED = TAGS - 2  # and of what is sent on from rank to rank
 DEAL_TAG = FIRST_TAG - 1  # what is dealt follows one order, so that one tag is enough
 
 # torch 2.13 renamed both and warns on the old names; older releases have only those.
@@ -268,6 +269,47 @@ def exchange(flat: torch.Tensor, sends: Sequence[int], receives: Sequence[int], 
         work = dist.all_to_all_single(*parts, *counts, group=axis.group, async_op=True)
     axis.watchdog.wait((work,), collective)
     return out.to(flat.device)
+
+
+class Passage(NamedTuple):
+    """Tensors on their way to one rank, and others from another. Keeps the memory of both alive."""
+
+    works: Sequence[dist.Work]
+    sent: Sequence[torch.Tensor]
+    received: Sequence[torch.Tensor]
+    pending: Pending
+    device: torch.device
+
+    def wait(self) -> list[torch.Tensor]:
+        """What has come (on CUDA: as the current stream will see it)."""
+        self.pending.wait(self.works)
+        return [each.to(self.device) for each in self.received]
+
+
+def send_on(
+    outgoing: Sequence[torch.Tensor],
+    to: int,
+    shapes: Sequence[Sequence[int]],
+    source: int,
+    axis: Axis,
+    what: str,
+    like: torch.Tensor,
+) -> Passage:
+    """Start to send contiguous tensors to the rank at place `to`, and to receive others from the one at `source`.
+
+    shapes: of what comes, as that rank sends it, of device and dtype of `like`; `what` it is, for messages.
+    """
+    device, dtype = like.device, like.dtype
+    there = device if axis.native else torch.device("cpu")  # gloo sends from host memory only
+    sent = [each.to(there) for each in outgoing]
+    received = [torch.empty(shape, dtype=dtype, device=there) for shape in shapes]
+    pending = Pending(axis.watchdog.begin(what, sent=sum(each.nbytes for each in sent)), axis.watchdog)
+    tag = 0 if axis.native else _own_tag(PASSED, axis)
+    sends = [dist.P2POp(dist.isend, each, group=axis.group, group_peer=to, tag=tag) for each in sent]
+    receives = [dist.P2POp(dist.irecv, each, group=axis.group, group_peer=source, tag=tag) for each in received]
+    with axis.watchdog.sending(pending.collective):
+        works = dist.batch_isend_irecv(receives + sends) if receives or sends else []
+    return Passage(works, sent, received, pending, device)
 
 
 def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm", read: bool = True) -> torch.Tensor:

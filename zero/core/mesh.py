@@ -71,7 +71,8 @@ class Meshes:
 
     secondary_size: ranks of a node for hpZ, a divisor of the world's size; 1 for none;
     reduce: `zero.reduce`: see `summed_here`;
-    tp: ranks along which layers are cut, neighbours in the world.
+    tp: ranks along which layers are cut, neighbours in the world; cp: ranks that share sequences, next to those. State
+    of dense units is cut over the ranks that share a sequence, too.
     """
 
     def __init__(
@@ -83,24 +84,31 @@ class Meshes:
         reduce: str = "auto",
         timeout: float = math.inf,
         tp: int = 1,
+        cp: int = 1,
     ) -> None:
         """`shard_size`: ranks that state of dense units is cut over, a divisor of the world's size; 0 for all."""
-        inner = (shard_size or world.size // tp) if sharding.optim else 1
-        self.grid = Grid(world.size, {"dp_replicate": world.size // inner // tp, "dp_shard": inner, "tp": tp})
-        self._dense = DENSE if tp == 1 else DENSE._replace(same=("tp",))
+        data = world.size // tp // cp
+        inner = (shard_size // cp or data) if sharding.optim else 1
+        self.grid = Grid(world.size, {"dp_replicate": data // inner, "dp_shard": inner, "cp": cp, "tp": tp})
+        self._sequence = "shard" if sharding.optim else "replica"  # the axis of dense units that it belongs to
+        self._dense = self._over_sequences(DENSE if tp == 1 else DENSE._replace(same=("tp",)))
         self._world, self._timeout, self._reduce = world, timeout, reduce
         self._secondary_size = secondary_size
         self._axes: dict[tuple[tuple[int, ...], ...], Axis] = {}
         self._made: dict[UnitAxes, Mesh] = {}
 
     @property
-    def data_size(self) -> int:
-        """How many ranks have samples of their own."""
-        return self.grid.size(*DATA)
+    def sizes(self) -> tuple[int, int]:
+        """How many ranks have samples of their own, and over how many gradients are summed."""
+        return self.grid.size(*DATA), self.grid.size(*DATA, "cp")
+
+    def along(self, *names: str) -> Axis:
+        """The ranks along these axes of the grid; collective."""
+        return self._along(self.grid.lists(*names), reduces=False)
 
     def of(self, axes: UnitAxes = DENSE) -> Mesh:
         """The mesh of units that are cut and repeated along these axes of the grid."""
-        axes = self._dense if axes == DENSE else axes
+        axes = self._dense if axes == DENSE else self._over_sequences(axes)
         if axes not in self._made:
             shard, replica = (self._with_sums(self._along(self.grid.lists(*names))) for names in axes[:2])
             lists = (self.grid.lists(*names) for names in ((*axes.shard, *axes.replica), axes.beside))
@@ -109,6 +117,12 @@ class Meshes:
             order = self.grid.spans(axes)
             self._made[axes] = Mesh(shard, replica, data, beside, counts, order, *self._secondary(axes))
         return self._made[axes]
+
+    def _over_sequences(self, axes: UnitAxes) -> UnitAxes:
+        """The axes with that of sequences among them."""
+        if self.grid.size("cp") == 1 or "cp" in {*axes.shard, *axes.replica}:
+            return axes
+        return axes._replace(**{self._sequence: (*getattr(axes, self._sequence), "cp")})
 
     def _secondary(self, axes: UnitAxes) -> tuple[Axis | None, Axis | None]:
         if self._secondary_size == 1 or axes != self._dense:

@@ -48,7 +48,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class ShardedModule:
     """A module whose parameters live in units, and the two parts that move them.
 
-    world: all ranks; data_size: how many of them have samples of their own.
+    world: all ranks; data_size: how many of them have samples of their own; summed: over how many gradients are.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class ShardedModule:
         sharding: Sharding,
         world: World,
         data_size: int,
+        summed: int,
         device: torch.device,
         numerics: MixedPrecisionPolicy,
         limits: Limits,
@@ -71,7 +72,7 @@ class ShardedModule:
         for unit in self.trained if numerics.tree else ():
             unit.gradients.sum_as_tree()
         self.sharding = sharding
-        self.world, self.data_size, self.device = world, data_size, device
+        self.world, self.data_size, self.summed, self.device = world, data_size, summed, device
         self.prefetcher = ParamPrefetcher(self.units, limits)
         self.reducer = Reducer(self.units, sharding, self.prefetcher, FirstNotFinite(self.trained, world))
         if any(unit.cut for unit in units):
@@ -257,7 +258,7 @@ def wrap(
             freed.add(0 if device.type == "cuda" else unit.buffer.full.numel() * unit.buffer.full.itemsize)
         _adopt_buffers(module, device, world, None if numerics.buffers is None else DTYPES[numerics.buffers])
         give_back()
-        sharded = ShardedModule(module, units, sharding, world, meshes.data_size, device, numerics, limits, offload)
+        sharded = ShardedModule(module, units, sharding, world, *meshes.sizes, device, numerics, limits, offload)
     except BaseException:
         _unwrap(module, units)
         if offload is not None:

@@ -14,6 +14,7 @@ from zero.engine.arguments import only_one
 from zero.plan.grid import DATA, Grid, GridError
 
 _NOT_DATA = {"pp", "pipe", "pipeline", "cp", "sp", "sequence", "sequence_parallel", "context", "tp", "tensor", "ep"}
+_SEQUENCE_PARALLEL = ("get_sequence_parallel", "get_context_parallel")
 _MODEL_PARALLEL = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
 
 
@@ -25,7 +26,8 @@ class DataRanks(NamedTuple):
     shard_size: the number of consecutive ranks that state is cut over, 0 where no argument says it;
     source: the argument that says it, for messages;
     model_parallel: the ranks of one replica of the model;
-    tp: neighbours that have parts of the same layers, and the same samples.
+    tp: neighbours that have parts of the same layers, and the same samples;
+    cp: neighbours that share sequences, and a caller that cuts them, as `mpu` says; 0 where the JSON does.
     """
 
     group: dist.ProcessGroup | None
@@ -35,6 +37,7 @@ class DataRanks(NamedTuple):
     source: str = ""
     model_parallel: int = 1
     tp: int = 1
+    cp: int = 0
 
     def sharded_over(self, settings: Config) -> int:
         """The number of ranks that state is cut over, of the config or the mesh; 0 for all. ConfigError if they differ.
@@ -90,12 +93,26 @@ def data_ranks(
 
 
 def _of_mpu(mpu: Any) -> DataRanks:
+    for start in _SEQUENCE_PARALLEL:
+        asked = getattr(mpu, f"{start}_world_size", None)
+        if callable(asked) and (size := int(asked())) > 1:
+            return _sharing(mpu, getattr(mpu, f"{start}_group")(), size)
     asked = getattr(mpu, "get_data_parallel_group", None)
     if not callable(asked):
         raise ValueError(f"mpu: got a {type(mpu).__name__}; wanted an object with get_data_parallel_group()")
     group = asked()
     found = (getattr(mpu, name, None) for name in _MODEL_PARALLEL)
     return _of_group(group, "mpu", 0, next((int(size()) for size in found if callable(size)), 1))
+
+
+def _sharing(mpu: Any, group: dist.ProcessGroup, size: int) -> DataRanks:
+    """All ranks, of which neighbours share sequences; ValueError for others."""
+    world, rank, ranks = dist.get_world_size(), dist.get_rank(), dist.get_process_group_ranks(group)
+    if ranks != list(Grid(world, {"cp": size}).ranks("cp", rank)):
+        raise ValueError(f"mpu: ranks {ranks} share sequences; wanted {size} neighbours of {world} ranks, in order")
+    if any(callable(one := getattr(mpu, name, None)) and int(one()) > 1 for name in _MODEL_PARALLEL):
+        raise ValueError("mpu: got ranks that share layers and ranks that share sequences; wanted one of the two")
+    return DataRanks(None, world, rank, source="mpu", cp=size)
 
 
 def _of_group(group: dist.ProcessGroup, source: str, shard_size: int, model_parallel: int = 1) -> DataRanks:

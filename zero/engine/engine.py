@@ -16,6 +16,7 @@ from zero.compat.getters import DeepSpeedGetters
 from zero.compat.names import instead
 from zero.config import Config
 from zero.core.sharded_module import ShardedModule
+from zero.core.world import Axis
 from zero.data import Loader
 from zero.data.loader import make_loader
 from zero.engine.accumulation import Accumulation
@@ -32,6 +33,7 @@ from zero.engine.weight_updates import WeightUpdates
 from zero.engine.weights import Weights
 from zero.monitor.monitor import Monitor
 from zero.optim.optimizer import ZeroOptimizer
+from zero.parallel.shared import SharedSequences
 from zero.recompute.modules import Recomputing
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ class Engine(DeepSpeedGetters, nn.Module):
         device: torch.device,
         recomputing: Recomputing,
         initialize: Callable[..., Any],
+        data: Axis,
+        sharing: SharedSequences | None,
     ) -> None:
         super().__init__()
         self.module = sharded.module
@@ -88,10 +92,11 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._saving = CheckpointSaver(self, config, sharded, device)
         self._loading = CheckpointLoader(self, sharded, optimizer, self._saving)
         self._weights = Weights(config, sharded, status, device)
-        self._metrics = Metrics(sharded.world, device)
+        self._metrics = Metrics(data, device)
         self._offload = StateOffload(sharded, optimizer, device)
         self._compiler = BlockCompiler(sharded, status)
-        self._training = TrainingStep(sharded, optimizer, device, recomputing, self._accumulation, self._saving, status)
+        parts = recomputing, self._accumulation, self._saving, status, sharing
+        self._training = TrainingStep(sharded, optimizer, device, *parts)
         if optimizer is not None:
             this = weakref.ref(self)  # through the engine, in front of whose methods a recorder may stand
             optimizer.whole_step = lambda: this().step()
@@ -302,6 +307,8 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._offload.reload_states()
         self._compiler.undo()
         self._training.recomputing.undo()
+        if self._training.sharing is not None:
+            self._training.sharing.close()
         if self._training.reality is not None:
             self._training.reality.close()
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -44,7 +43,7 @@ from zero.engine.arguments import (
     resolve_config,
 )
 from zero.engine.assignment import assigned_run
-from zero.engine.data_ranks import data_ranks
+from zero.engine.data_ranks import DataRanks, data_ranks
 from zero.engine.description import run_facts
 from zero.engine.engine import Engine
 from zero.engine.joining import init_distributed, refuse_alone
@@ -58,7 +57,9 @@ from zero.optim.make import make_shard_optimizer, optimizer_type_problems, shard
 from zero.optim.muon_groups import muon_groups
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
+from zero.parallel.shared import SharedSequences
 from zero.plan.formats import Formats
+from zero.plan.grid import DATA
 from zero.plan.order import Limits
 from zero.plan.sharding import Sharding
 from zero.recompute.modules import Recomputing
@@ -108,20 +109,20 @@ def initialize(
     data = data_ranks(mesh_param, device_mesh, mpu, layers_are_cut)
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
-    settings = _load(source, data.size, stand_ins, assigned, model)
-    over = data.group, data.sharded_over(settings), data.tp
+    settings = _load(source, data, stand_ins, assigned, model)
     device = local_device()
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
     loader = None
     if training_data is not None:
-        loader = make_loader(settings, device, data.rank, training_data, collate_fn=collate_fn)
+        place = data.rank // settings.sequence_parallel_size
+        loader = make_loader(settings, device, place, training_data, collate_fn=collate_fn)
     if assigned is not None and assigned.plain:
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
     else:
         zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
-        engine = _make_engine(model, zero_optimizer, groups, settings, device, over, training_data)
+        engine = _make_engine(model, zero_optimizer, groups, settings, device, data, training_data)
     engine.lr_scheduler, engine.training_dataloader = scheduler, engine._follow(loader)
     if assigned is not None:
         assigned.watch(engine)
@@ -144,10 +145,11 @@ def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, por
     init_distributed(distributed_port=port, timeout=timeout)
 
 
-def _load(source: Any, world_size: int, stand_ins: list[str], assigned: Any, model: nn.Module) -> Config:
-    settings = load(source, world_size, filled=assigned is None, stand_ins=stand_ins, checks=_CHECKS)
+def _load(source: Any, data: DataRanks, stand_ins: list[str], assigned: Any, model: nn.Module) -> Config:
+    ranks = data.size, data.cp
+    settings = load(source, *ranks, filled=assigned is None, stand_ins=stand_ins, checks=_CHECKS)
     if assigned is not None:
-        settings = load(assigned.config(settings, model), world_size, filled=False)
+        settings = load(assigned.config(settings, model), *ranks, filled=False)
     check_installed(settings)
     if settings.log_level is not None:
         set_level(settings.log_level)
@@ -160,7 +162,7 @@ def _make_engine(
     groups: Groups,
     settings: Config,
     device: torch.device,
-    over: tuple[dist.ProcessGroup | None, int, int],
+    data: DataRanks,
     training_data: Dataset | Sequence[Any] | None,
 ) -> Engine:
     stage, managed = settings.zero_optimization.stage, settings.managed_gradient_accumulation
@@ -168,13 +170,13 @@ def _make_engine(
     shard_optimizer = zero_optimizer.shard_optimizer if zero_optimizer else None
     recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, device)
     zero = settings.zero
-    group, shard_size, tp = over
+    shard_size, cp = data.sharded_over(settings), settings.sequence_parallel_size
     same = {"shard_size": shard_size, "zero_hpz_partition_size": settings.secondary_shard_size}
-    world = make_world(zero.timeout, zero.check_order, group, same)
-    sharded = None
+    world = make_world(zero.timeout, zero.check_order, data.group, same)
+    sharded = sharing = None
     try:
         sizes = shard_size, settings.secondary_shard_size
-        meshes = Meshes(world, sharding, *sizes, zero.reduce, zero.timeout, tp)
+        meshes = Meshes(world, sharding, *sizes, zero.reduce, zero.timeout, data.tp, cp)
         with world.watchdog.call(Phase.INITIALIZE):
             sharded = _wrap(model, groups, sharding, world, meshes, device, settings, shard_optimizer, recomputing)
             if zero_optimizer is not None:
@@ -184,9 +186,15 @@ def _make_engine(
             found = agree([free_number(zero.report, world.global_rank), digest_of_split(training_data)], world)
             number = found[0][0]
             warn_of_splits([digest for _, digest in found])
-            engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize)
+            if cp > 1:
+                context = zero.context
+                sharing = SharedSequences(model, meshes.along("cp"), context.mode, context.cut, bool(data.cp))
+            over = meshes.along(*DATA)
+            engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing)
     except BaseException:
         recomputing.undo()
+        if sharing is not None:
+            sharing.close()
         if sharded is not None:
             sharded.dissolve(world.watchdog.broken)
         world.watchdog.close()

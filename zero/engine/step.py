@@ -55,6 +55,7 @@ from zero.log import logger, rank_zero
 from zero.monitor.comms import Traffic, table
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
+from zero.parallel.shared import SharedSequences
 from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
 
@@ -71,12 +72,14 @@ class TrainingStep:
         accumulation: Accumulation,
         saving: CheckpointSaver,
         status: Status,
+        sharing: SharedSequences | None,
     ) -> None:
         config = accumulation.config
         every = config.zero.check_replicas
         self.recomputing = recomputing
         self.progress = Progress(config, sharded, optimizer, status, device)
-        self.record = StepRecord(sharded.world, device, status)
+        self.record = StepRecord(sharded.world, device, status, sharded.world.size // sharded.data_size)
+        self.sharing = sharing
         self.randomness = Randomness(sharded.world, device) if sharded.numerics.tree else None
         self.replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None
         norms, alarm = config.zero.unit_norms, config.zero.alarm
@@ -96,6 +99,8 @@ class TrainingStep:
         self._saving = saving
         self._status = status
         sharded.reducer.on_flush.append(recomputing.backward_ended)
+        if sharing is not None:
+            sharded.reducer.on_flush.append(sharing.ended)
         if optimizer is not None:
             _conclude_at_exit(optimizer)
 
@@ -104,11 +109,15 @@ class TrainingStep:
 
         An exception, Ctrl-C among them, leaves the engine usable: the gradients of this step are dropped, and its
         micro-batches are counted from the first again. So it is in `backward`.
+
+        With `sequence_parallel_size` all ranks that share a sequence call it with the whole one, labels included. The
+        model runs on this rank's piece; a loss is the mean over the batch of all of them, and outputs are of the piece.
         """
         if self._sharded.module.training and torch.is_grad_enabled():
             self.record.batch((inputs, kwargs))
             self._weighing.forward(kwargs)
-        return self._run(self.model, inputs, kwargs)
+        model = self.model if self.sharing is None else functools.partial(self.sharing.run, self.model)
+        return self._run(model, inputs, kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module's `generate` as its forward: parameters that it reads itself are gathered until its end.
@@ -213,6 +222,8 @@ class TrainingStep:
         """Let the record have a backward of `times` this loss."""
         config = self._accumulation.config
         share = weight.factor if config.counted else 1 / config.gradient_accumulation_steps
+        if tokens is not None and self.sharing is not None and self.sharing.cuts:
+            tokens = tokens / config.sequence_parallel_size  # every rank that shares them says all
         self.record.backward(loss, times * share, 0.0 if tokens is None else tokens, weight.count)
 
     def step(self, scheduler: Any, lr_kwargs: dict[str, Any], partial: bool) -> None:

@@ -26,9 +26,10 @@ _BELOW = (1 << 53) - 1  # of a hash as many bits as fp64 holds exactly
 
 
 class StepRecord:
-    """The running optimizer step of one rank."""
+    """The running optimizer step of one rank; `alike` neighbours are to have the same batches."""
 
-    def __init__(self, world: World, device: torch.device, status: Status) -> None:
+    def __init__(self, world: World, device: torch.device, status: Status, alike: int = 1) -> None:
+        self._alike = alike
         self._status = status
         self._device = device
         self._loss: torch.Tensor | None = None
@@ -93,7 +94,7 @@ class StepRecord:
                 text = "the loss of step %d is %s on %s%s; torch.autograd.set_detect_anomaly(True) names what made it"
                 rank_zero(logging.WARNING, text, status.global_steps, next(iter(bad.values())), ranks_text(bad), count)
         alike: dict[float, list[int]] = {}
-        for rank, each in reports.items():
+        for rank, each in list(reports.items())[:: self._alike]:
             alike.setdefault(each.batch, []).append(rank)
         alike.pop(0.0, None)
         if same := next((ranks for ranks in alike.values() if len(ranks) > 1), None):

@@ -27,11 +27,12 @@ def crc32(data: Any, value: int = 0) -> int:
         ValueError: for a tensor on another device, that is not contiguous or whose storage was released.
         TypeError, BufferError: for an object without contiguous bytes.
     """
+    view = data  # of a tensor that perhaps nobody else holds
     if isinstance(data, Tensor):
         address = address_of("data", data, device=CPU)
-        data = (ctypes.c_ubyte * (data.nbytes if address else 0)).from_address(address)
+        view = (ctypes.c_ubyte * (data.nbytes if address else 0)).from_address(address)
     module = load()
-    return zlib.crc32(data, value) if module is None else module.crc32(data, value)
+    return zlib.crc32(view, value) if module is None else module.crc32(view, value)
 
 
 def crc32_read(file: int, offset: int, target: memoryview, chunk: int) -> tuple[int, list[int]]:

@@ -380,8 +380,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _repeats(self) -> int:
-        """How many ranks have the same micro-batches."""
-        return self._sharded.world.size // self._sharded.data_size
+        """How many ranks have the same micro-batches, and gradients that are not added up."""
+        return self._sharded.world.size // self._sharded.summed
 
     def _take(self, numbers: Numbers) -> None:
         overflow = self._check_overflow and not math.isfinite(numbers.norm)

@@ -33,8 +33,10 @@ from zero.utils.local import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
+from zero.utils.sequences import cut_sequence
 
 __all__ = [
+    "cut_sequence",
     "get_z3_leaf_modules",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",

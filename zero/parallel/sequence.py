@@ -1,0 +1,93 @@
+"""One batch of sequences that ranks share: who has which piece, and where documents begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+
+from zero.core.world import Axis, world_of_one
+from zero.plan.sequences import Documents, pieces
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """axis: the ranks that have a piece each; cut: the pieces of each, positions [0, length) in the whole.
+
+    documents: of the rows that have the same, row after row, with how many rows these are.
+    """
+
+    axis: Axis
+    cut: tuple[tuple[range, ...], ...]
+    documents: tuple[tuple[int, Documents], ...]
+
+    @property
+    def length(self) -> int:
+        """Positions of the whole sequence, padding included."""
+        return self.documents[0][1][-1]
+
+    @property
+    def own(self) -> tuple[range, ...]:
+        """The pieces of this rank."""
+        return self.cut[self.axis.rank]
+
+    @property
+    def size(self) -> int:
+        """Positions of each rank."""
+        return self.length // len(self.cut)
+
+    def rows(self) -> Iterator[tuple[slice, Documents]]:
+        """The rows of a batch that have the same documents, and these."""
+        start = 0
+        for count, borders in self.documents:
+            yield slice(start, start + count), borders
+            start += count
+
+    def piece(self, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's positions of a tensor that has the whole sequence as dimension `dim`."""
+        return torch.cat([whole.narrow(dim, each.start, len(each)) for each in self.own], dim)
+
+    def at(self, positions: range) -> slice:
+        """Where consecutive positions of one of this rank's pieces lie in its own tensors."""
+        before = 0
+        for piece in self.own:
+            if piece.start <= positions.start < piece.stop:
+                begin = before + positions.start - piece.start
+                return slice(begin, begin + len(positions))
+            before += len(piece)
+        raise IndexError(f"positions {positions} are not on this rank")
+
+    def alone(self) -> Sequence:
+        """The whole sequence on this rank."""
+        return replace(self, axis=world_of_one().point(), cut=pieces(self.length, 1, False))
+
+
+def whole_sequence(rows: int, length: int) -> Sequence:
+    """Sequences of one document each that are on this rank."""
+    return Sequence(world_of_one().point(), pieces(length, 1, False), ((rows, (0, length)),))
+
+
+def documents_of(
+    position_ids: torch.Tensor | None, mask: torch.Tensor | None, rows: int, length: int
+) -> list[Documents]:
+    """Where documents begin in each row, by positions that do not count on [rows or 1, length], and by a mask.
+
+    mask [rows, length]: as of a tokenizer, 0 where nothing is, or numbers of documents. A run of one number is not seen
+    from outside, so padding is a document of its own.
+    """
+    starts = torch.zeros(rows, length, dtype=torch.bool)
+    starts[:, :1] = True
+    if position_ids is not None:
+        starts[:, 1:] |= position_ids.cpu().diff(dim=1) != 1
+    if mask is not None:
+        mask = mask.cpu()
+        starts[:, 1:] &= mask[:, 1:] != 0
+        starts[:, 1:] |= mask.diff(dim=1) != 0
+    return [(*row.nonzero().flatten().tolist(), length) for row in starts]
+
+
+def grouped(documents: list[Documents]) -> tuple[tuple[int, Documents], ...]:
+    """Documents of each row, as a Sequence has them."""
+    return tuple((len(list(same)), borders) for borders, same in groupby(documents))

@@ -1,0 +1,293 @@
+"""An engine whose ranks share sequences: it is called with whole ones, the model sees pieces, attention sees all."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from zero.core import comm
+from zero.core.torch_private import backward_task
+from zero.core.world import Axis
+from zero.kernels.crc32 import crc32
+from zero.log import rank_zero
+from zero.parallel import huggingface
+from zero.parallel.attention import RUNNING
+from zero.parallel.refusals import refuse_model
+from zero.parallel.sequence import Sequence, documents_of, grouped
+from zero.plan.sequences import pieces
+
+IGNORED = -100  # the label that transformers and torch's losses leave out
+_FIRST = ("input_ids", "inputs_embeds")
+_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+class SharedSequences:
+    """What `axis`, the ranks that share sequences, do around each forward of a model.
+
+    mode: "ulysses" or "ring"; names: of the arguments to cut, none to find them by shape; already: arguments come cut,
+    as by DeepSpeed's adapter of a loader, with `position_ids`, and in training only.
+    """
+
+    def __init__(self, module: nn.Module, axis: Axis, mode: str, names: Mapping[str, Any], already: bool) -> None:
+        refuse_model(module)
+        self.cuts = not already
+        self._axis, self._mode, self._names, self._module = axis, mode, tuple(names), module
+        self._now: Sequence | None = None  # of the forward that runs
+        self._last: Sequence | None = None
+        self._seen: list[Sequence] = []  # those whose backward may come
+        self._ended = self._checked = self._told = False
+        self._calls = 0
+        self._plain = huggingface.adopt(module)
+        self._hooks = [hook for each in module.modules() for hook in self._hooked(each)]
+
+    def run(self, model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
+        """The model on this rank's pieces; the loss is the mean over the whole batch of all that share it."""
+        if not self.cuts and not self._module.training:
+            return model(*inputs, **kwargs)
+        takes = inspect.signature(self._module.forward).parameters.values()
+        if inputs and any(each.kind is each.VAR_POSITIONAL for each in takes):
+            raise ValueError(f"{type(self._module).__name__}.forward names no arguments; give them by keyword")
+        named = dict(zip([each.name for each in takes], inputs, strict=False)) | kwargs
+        named = {name: value for name, value in named.items() if value is not None}
+        self._check_same(named)
+        refuse_arguments(named)
+        sequence = self._cut(named) if self.cuts else self._as_cut(named)
+        with self._running(sequence):
+            output = model(**named)
+        if not self._calls:
+            raise RuntimeError(
+                f"sequence_parallel_size: no attention of {type(self._module).__name__} has seen the whole sequence; "
+                "let it call zero.attention(q, k, v), or F.scaled_dot_product_attention inside zero.shared_attention()"
+            )
+        return self._with_loss(output, named) if self.cuts else output
+
+    @property
+    def shares(self) -> bool:
+        """Whether attention that runs now is over shared sequences."""
+        return self._now is not None or bool(self._seen and backward_task() >= 0)
+
+    def piece(self, whole: torch.Tensor, fill: float) -> torch.Tensor:
+        """This rank's positions of a tensor [rows, length, ...] beside the inputs of the last forward.
+
+        fill: for what is behind it. RuntimeError where there was no forward.
+        """
+        if self._last is None:
+            raise RuntimeError("cut_sequence() cuts as the last forward did; there was none")
+        behind = (0, 0) * (whole.ndim - 2) + (0, self._last.length - whole.shape[1])
+        return self._last.piece(pad(whole, behind, value=fill))
+
+    def ended(self) -> None:
+        """A backward has ended."""
+        self._ended = True
+
+    def close(self) -> None:
+        """Leave the module as it was."""
+        huggingface.give_back(self._module, self._plain)
+        for hook in self._hooks:
+            hook.remove()
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor) -> tuple[str, Sequence] | None:
+        """See `zero.parallel.attention.RUNNING`."""
+        if self._now is None and backward_task() < 0:
+            return None  # called by itself, as by generate()
+        fitting = [each for each in self._seen if each.size == query.shape[2]] if self._now is None else [self._now]
+        if len(fitting) > 1:
+            raise RuntimeError(
+                f"recomputed attention: it may be of {len(fitting)} forwards with different documents since the last "
+                "backward; run each forward's backward before the next forward"
+            )
+        if not fitting:
+            return None
+        if query.shape[2] != fitting[0].size or key.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"attention of {query.shape[2]} queries to {key.shape[2]} keys, in a forward whose pieces of the "
+                f"sequence have {fitting[0].size} positions: only attention of a sequence to itself is shared"
+            )
+        self._calls += 1
+        return self._mode, fitting[0]
+
+    def plain(self, config: Any) -> str:
+        """The implementation of attention that a configuration of transformers named."""
+        return self._plain.get(id(config), "sdpa")
+
+    @contextlib.contextmanager
+    def _running(self, sequence: Sequence) -> Iterator[None]:
+        if self._ended:
+            self._seen, self._ended = [], False
+        if torch.is_grad_enabled() and sequence not in self._seen:
+            self._seen.append(sequence)
+        before, self._now = self._now, sequence
+        self._last = sequence
+        try:
+            yield
+        finally:
+            self._now = before
+
+    def _hooked(self, module: nn.Module) -> Iterator[Any]:
+        tokens: list[Any] = []
+
+        def enter(*_: Any) -> None:
+            tokens.append(RUNNING.set(self))
+
+        def leave(*_: Any) -> None:
+            RUNNING.reset(tokens.pop())
+
+        yield module.register_forward_pre_hook(enter, prepend=True)
+        yield module.register_forward_hook(leave, always_call=True)
+
+    def _check_same(self, named: Mapping[str, Any]) -> None:
+        """RuntimeError where ranks that share a sequence were first given different ones."""
+        if self._checked or not self.cuts:
+            return
+        self._checked = True
+        tensors = [named[name] for name in sorted(named) if isinstance(named[name], torch.Tensor)]
+        mine = 0
+        for each in tensors:
+            mine = crc32(each.detach().cpu().contiguous(), mine)
+        told = torch.tensor([mine, *named[_first(named)].shape[:2]], device=tensors[0].device)
+        found = comm.gather_scalars(told, self._axis, "comparison of batches").tolist()
+        if other := [rank for rank, each in zip(self._axis.ranks, found, strict=True) if each != found[0]]:
+            raise RuntimeError(
+                f"sequence_parallel_size: ranks {', '.join(map(str, self._axis.ranks))} share one sequence, and "
+                f"{', '.join(map(str, other))} were given another batch than {self._axis.ranks[0]}; give all of them "
+                "the same: initialize(training_data=...), engine.deepspeed_io(...), or a sampler over the "
+                f"data-parallel ranks (rank {self._axis.global_rank})"
+            )
+
+    def _cut(self, named: dict[str, Any]) -> Sequence:
+        """Cut the arguments; documents come from positions, from a mask, or from cumulative lengths."""
+        first = named[_first(named)]
+        rows, length, ranks = *first.shape[:2], self._axis.size
+        halves = self._mode == "ring"
+        more = -length % (ranks * (1 + halves))
+        mask, positions = named.pop("attention_mask", None), named.get("position_ids")
+        borders, *_ = [named.pop(name, None) for name in _BORDERS]
+        if borders is not None:
+            documents = [tuple(borders.tolist())]
+        elif positions is None and mask is None:
+            documents = [(0, length)] * rows
+        else:
+            documents = documents_of(positions, mask, rows, length)
+        if more:  # padding is a document behind all others
+            documents = [(*each, length + more) for each in documents]
+        if positions is None:
+            named["position_ids"] = torch.arange(length, device=first.device)[None]
+        self._shift(named)
+        sequence = Sequence(self._axis, pieces(length + more, ranks, halves), grouped(documents))
+        cut = [name for name, value in named.items() if self._has_sequence(name, value, rows, length)]
+        if more and not _targets(cut):
+            raise ValueError(
+                f"sequence_parallel_size: {length} positions are no multiple of {ranks * (1 + halves)}, and no "
+                "argument is called labels or targets, in which padding is left out; pad the sequence"
+            )
+        for name in cut:
+            fill = IGNORED if name in _targets([name]) else 0
+            behind = (0, 0) * (named[name].ndim - 2) + (0, more)
+            named[name] = sequence.piece(pad(named[name], behind, value=fill) if more else named[name])
+        if not self._told:
+            self._told = True
+            rank_zero(logging.INFO, "%s ranks share each sequence (%s): cut are %s", ranks, self._mode, ", ".join(cut))
+        return sequence
+
+    def _has_sequence(self, name: str, value: Any, rows: int, length: int) -> bool:
+        if self._names:
+            return name in {*self._names, "position_ids", "shift_labels"}
+        return isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[:2] in ((rows, length), (1, length))
+
+    def _shift(self, named: dict[str, Any]) -> None:
+        """Labels of the next token are shifted before the cut, so that no pair of tokens is cut apart."""
+        if "labels" not in named or "shift_labels" in named or not huggingface.shifts(self._module, self._names):
+            return
+        named["shift_labels"] = pad(named["labels"][:, 1:], (0, 1), value=IGNORED)
+        named["labels"] = named["shift_labels"]  # without which no loss is computed
+
+    def _as_cut(self, named: dict[str, Any]) -> Sequence:
+        """The sequence of arguments that come cut in the order of ranks: documents by everyone's positions."""
+        if (positions := named.get("position_ids")) is None:
+            raise ValueError("sequence_parallel_size: a batch that comes cut needs position_ids of the whole sequence")
+        told = comm.gather_scalars(positions.reshape(-1), self._axis, "positions")
+        whole = torch.cat(list(told.view(-1, *positions.shape).unbind(0)), 1)
+        rows, length = named[_first(named)].shape[0], whole.shape[1]
+        cut = pieces(length, self._axis.size, False)
+        return Sequence(self._axis, cut, grouped(documents_of(whole, None, rows, length)))
+
+    def _with_loss(self, output: Any, named: Mapping[str, Any]) -> Any:
+        """The output with the loss of all ranks that share the batch."""
+        loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+        inside = isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor)
+        loss = output[0] if loss is None and inside else loss
+        if not isinstance(loss, torch.Tensor) or loss.ndim:
+            return output
+        count = None
+        if "num_items_in_batch" not in named:  # else it is a part of a sum, divided by it
+            targets = _targets(named)
+            count = float((named[targets[0]] != IGNORED).sum()) if targets else 1.0
+        loss = _Mean.apply(loss, count, self._axis)
+        if isinstance(output, torch.Tensor):
+            return loss
+        if inside and not hasattr(output, "loss"):
+            return (loss, *output[1:])
+        output.loss = loss
+        return output
+
+
+class _Mean(torch.autograd.Function):
+    """The mean of the ranks' losses by their counts, or the sum where there are none.
+
+    The same on all ranks, each of which has its backward: so a gradient is multiplied by the number of ranks, as by
+    torch's differentiable all-gather, and the mean over ranks is right for both.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, count: float | None, axis: Axis) -> torch.Tensor:
+        own = 1.0 if count is None else count
+        told = torch.stack([loss.double() if own else loss.new_zeros((), dtype=torch.float64), loss.new_tensor(own)])
+        values, counts = comm.gather_scalars(told, axis, "loss").unbind(1)
+        total = (values * counts).sum()
+        if count is None:
+            ctx.factor = float(axis.size)
+            return total.to(loss.dtype)
+        ctx.factor = own / max(counts.sum().item(), 1.0) * axis.size
+        return (total / counts.sum()).to(loss.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad * ctx.factor, None, None
+
+
+def _first(named: Mapping[str, Any]) -> str:
+    """The name of the argument that says rows and length."""
+    known = [name for name in _FIRST if name in named]
+    known += [name for name, value in named.items() if isinstance(value, torch.Tensor) and value.ndim > 1]
+    if not known:
+        raise ValueError(
+            "sequence_parallel_size: the model was called without a tensor [rows, length, ...]; "
+            f"wanted {' or '.join(_FIRST)}, or another one first"
+        )
+    return known[0]
+
+
+def _targets(names: Any) -> list[str]:
+    """The arguments in which padding is left out of the loss."""
+    return [name for name in names if "label" in name or "target" in name]
+
+
+def refuse_arguments(named: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of one forward that a shared sequence does not have."""
+    mask = named.get("attention_mask")
+    if mask is not None and mask.ndim != 2:
+        raise ValueError(
+            f"sequence_parallel_size: got an attention_mask of {mask.ndim} dimensions; wanted [rows, length], in which "
+            "runs of a number are documents"
+        )
+    if named.get("output_attentions"):
+        raise ValueError("sequence_parallel_size: output_attentions needs all scores on one rank; leave it out")
+    if wrong := [name for name in named if name.startswith(("pixel_values", "mm_token_type", "seq_idx"))]:
+        raise ValueError(f"sequence_parallel_size: got {', '.join(wrong)}, which is more than text; leave it out")
