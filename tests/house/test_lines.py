@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 43580,
+    "tests": 43503,
     "zero/*.py": 1090,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
@@ -27,7 +27,7 @@ LIMITS = {
     "zero/kernels": 2017,
     "zero/launch": 4232,
     "zero/memory": 1503,
-    "zero/monitor": 1245,
+    "zero/monitor": 1188,
     "zero/optim": 2741,
     "zero/parallel": 950,
     "zero/plan": 1631,
@@ -38,7 +38,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 96359
+SUM = 96225
 
 
 def parts() -> dict[str, int]:

@@ -118,8 +118,7 @@ def test_a_profiler_of_the_script_goes_on(tmp_path: Path) -> None:
 def test_the_report_has_the_timeline_of_one_step(given: dict[str, Any], number: int, tmp_path: Path) -> None:
     for section in given.values():
         section["dir"] = str(tmp_path / "traces")
-    # No page: tests/monitor/test_report_page.py
-    run("net", 1, 6, zero={"report": str(tmp_path), **given}, keep=lambda engine: engine.monitor.at_end.clear())
+    run("net", 1, 6, zero={"report": str(tmp_path), **given})
     lines = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
     (timeline,) = [line for line in lines if line["event"] == "timeline"]
     assert timeline["step"] == number

@@ -38,7 +38,6 @@ def train(folder: Path, steps: int, factor: float = 1.0) -> tuple[Any, list[floa
     """An engine, and the losses of some steps."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     engine, *_ = zero.initialize(model=make_net(), config=config(2, world, zero={"report": str(folder)}))
-    engine.monitor.at_end.clear()  # no page: tests/monitor/test_report_page.py
     losses = []
     for number in range(steps):
         loss = engine(*share(number)) * factor

@@ -16,7 +16,6 @@ from typing import Any
 
 from zero.config import Config
 from zero.log import logger, rank_zero
-from zero.monitor.page_at_end import make_page
 from zero.monitor.run_folder import RunFolder, numbered
 from zero.monitor.sinks import SINKS, Sink
 from zero.monitor.step_report import Event, Line, ReportItem
@@ -31,14 +30,12 @@ class Monitor:
     """Passes reports to the run folder of this rank, and on rank 0 to the sinks of events.
 
     Without folder and sinks, a step does nothing for it.
-    at_end: called from the thread when all reports are written and the sinks are closed.
     """
 
     def __init__(self, status: RankStatus) -> None:
         """`status`: the activity of this rank."""
         self._rank = status.rank
         self._writer = _Writer(status)
-        self.at_end = self._writer.at_end
         self._end = weakref.finalize(self, _end, self._writer)
         self._end.atexit = False  # it runs before the libraries of sinks end, see `_make`
 
@@ -59,8 +56,6 @@ class Monitor:
                 text = "zero.report: another engine or job writes into %s; this one writes into %s"
                 rank_zero(logging.WARNING, text, given, folder)
             self._make("zero.report", lambda: RunFolder(folder, self._rank, run(), put))
-            if self._rank == 0 and self.enabled:
-                self.at_end.append(functools.partial(make_page, folder))
         for key, make in SINKS.items() if self._rank == 0 else ():
             section = getattr(config, key)
             if section.enabled:
@@ -111,7 +106,6 @@ class _Writer:
     def __init__(self, status: RankStatus) -> None:
         self.queue: queue.SimpleQueue[ReportItem | None] = queue.SimpleQueue()
         self.sinks: dict[str, Any] = {}
-        self.at_end: list[Callable[[], None]] = []
         self.held: ReportItem | None = None  # what has no step yet that it is reported with
         self.thread: threading.Thread | None = None
         self._status = status
@@ -146,9 +140,9 @@ class _Writer:
 
     def _close(self) -> None:
         self._flush()
-        for close in (*(getattr(sink, "close", bool) for sink in self.sinks.values()), *self.at_end):
+        for sink in self.sinks.values():
             try:
-                close()
+                getattr(sink, "close", bool)()
             except Exception as error:
                 logger.warning("at the end of the run: %s: %s", type(error).__name__, error)
         self.sinks.clear()
