@@ -36,6 +36,7 @@ _HOMES = {
     "skip_first_batches": "zero.data",
     "tiled_cross_entropy": "zero.tiled.loss",
     "TiledLinear": "zero.tiled.linear",
+    "tile_loss": "zero.tiled.loss",
     "tile_mlp": "zero.tiled.mlp",
     "ConfigError": "zero.config",
 }
@@ -60,7 +61,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.parallel.attention import attention, shared_attention
     from zero.sizes.estimate import estimate
     from zero.tiled.linear import TiledLinear
-    from zero.tiled.loss import tiled_cross_entropy
+    from zero.tiled.loss import tile_loss, tiled_cross_entropy
     from zero.tiled.mlp import tile_mlp
 else:  # to a type checker every name would be there
 

@@ -15,8 +15,8 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 43503,
-    "zero/*.py": 1090,
+    "tests": 43643,
+    "zero/*.py": 1091,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
     "zero/compat": 1052,
@@ -33,12 +33,12 @@ LIMITS = {
     "zero/plan": 1631,
     "zero/recompute": 1245,
     "zero/sizes": 1711,
-    "zero/tiled": 561,
+    "zero/tiled": 601,
     "zero/tools": 4999,
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 96225
+SUM = 96406
 
 
 def parts() -> dict[str, int]:

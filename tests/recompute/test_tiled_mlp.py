@@ -284,7 +284,6 @@ class Sums(nn.Module):
         (lambda: zero.tile_mlp(Net(0.0), "blocks"), "'blocks' is a ModuleList, which has no forward"),
         (lambda: zero.tile_mlp(MLP(), positions=0), "positions=.*got 0; wanted a whole number from 1 on"),
         (lambda: zero.tile_mlp(MLP(), positions=True), "positions=.*got True"),
-        (lambda: zero.tile_mlp(MLP())(torch.ones(5)), r"a MLP got no tensor \[..., positions, features\]"),
         (lambda: zero.tile_mlp(Sums())(torch.ones(2, 50, 4)), r"a Sums returned \(2, 4\); wanted \(2, 50\)"),
         (lambda: zero.tile_mlp(nn.LSTM(4, 4))(torch.ones(2, 50, 4)), "a LSTM returned tuple"),
     ],

@@ -7,13 +7,17 @@ gradients of the hidden states and of the head, which it only multiplies by the 
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from zero.core.tensors import map_leaves
 from zero.core.torch_private import backward_keeps_graph
 from zero.tiled.slices import default_size, token_slices
 
@@ -97,6 +101,50 @@ def tiled_cross_entropy(
     if not torch.is_grad_enabled():
         return _Slices(rows, weight, bias, flat, settings, Wanted(False, False, False)).run()
     return _TiledCrossEntropy.apply(rows, weight, bias, flat, settings)
+
+
+def tile_loss(model: nn.Module) -> nn.Module:
+    """Have a causal language model of Transformers compute its loss by `tiled_cross_entropy`; returns the model.
+
+    Its forward takes `labels`, or `shift_labels`, which are shifted already, and `num_items_in_batch`, as before, and
+    returns the loss without logits; without labels, logits. Raises ValueError where the head is no `nn.Linear` or the
+    loss not that of the next token; and the forward TypeError or AttributeError where it caps or scales its logits.
+    """
+    owners = [each for each in model.modules() if hasattr(type(each), "loss_function") and each.get_output_embeddings()]
+    head, loss = (owners[0].get_output_embeddings(), owners[0].loss_function) if owners else (model, None)
+    if type(head).forward is not nn.Linear.forward or getattr(loss, "__name__", "") != "ForCausalLMLoss":
+        raise ValueError(f"tile_loss: got a head {type(head).__name__} and {loss}; wanted Linear and ForCausalLMLoss")
+    owners[0].loss_function = functools.partial(_loss_of, loss)
+    forward = functools.partial(_without_logits, owners[0], owners[0].forward)
+    owners[0].forward = functools.update_wrapper(forward, owners[0].forward, updated=())
+    return model
+
+
+def _without_logits(model: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if inspect.signature(forward).bind(*args, **kwargs).arguments.get("labels") is None:
+        if kwargs.get("shift_labels") is None:
+            return forward(*args, **kwargs)
+        kwargs["labels"] = kwargs["shift_labels"]  # without labels the model asks for no loss
+    head = model.get_output_embeddings()
+    # In place of logits the head gives the function that makes losses of targets; hooks find no tensor in it.
+    plain, head.forward = head.forward, functools.partial(functools.partial, _causal_loss, head)
+    try:
+        return map_leaves(forward(*args, **kwargs), lambda each: None if isinstance(each, functools.partial) else each)
+    finally:
+        head.forward = plain
+
+
+def _loss_of(plain: Callable[..., Tensor], logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return logits(*args, **kwargs) if isinstance(logits, functools.partial) else plain(logits, *args, **kwargs)
+
+
+def _causal_loss(head: Any, hidden: Tensor, labels: Tensor, vocab_size: int, **more: Any) -> Tensor:
+    targets, count, ignored = more.get("shift_labels"), more.get("num_items_in_batch"), more.get("ignore_index", -100)
+    if targets is None:
+        targets = F.pad(labels, (0, 1), value=ignored)[..., 1:]
+    targets, how = targets.to(hidden.device), "mean" if count is None else "sum"
+    loss = tiled_cross_entropy(hidden, head.weight, targets, head.bias, ignore_index=ignored, reduction=how)
+    return loss if count is None else loss / count
 
 
 class _TiledCrossEntropy(torch.autograd.Function):

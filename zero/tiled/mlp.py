@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zero.plan.patterns import outermost
 from zero.recompute.call import recomputed
@@ -21,12 +21,11 @@ def tile_mlp(model: nn.Module, *modules: str, positions: int = 4096) -> nn.Modul
     modules:   classes or patterns of paths, such as "LlamaMLP" or "layers.*.mlp"; none means `model` itself;
     positions: of each sequence in a slice; up to 15 more where fewer than 16 would be left.
 
-    Inputs and outputs are whole; of what is between them one slice at a time is alive. Such a module treats each
-    position by itself, and returns one tensor [..., positions, features]. Its first tensor, and all that begin with the
-    same sizes, are cut along the last dim but one; other arguments go to every slice as they are.
+    Such a module treats each position by itself, and maps one tensor [..., positions, features] to another. Other
+    arguments are cut alike if they are tensors that begin with the same sizes; else they go to every slice.
 
-    Outputs have the bits of the whole where a matrix product adds up a slice in the order of the whole. Gradients of
-    weights are added up over slices, the last one first, in the dtype of the weight. Dropout draws slice by slice.
+    Gradients of weights are added up over slices, the last one first, in the dtype of the weight; all else has the bits
+    of the whole where a matrix product adds up a slice in the order of the whole. Dropout draws slice by slice.
     A second call changes `positions`. Raises ValueError for names without a module, and for containers.
     """
     if isinstance(positions, bool) or not isinstance(positions, int) or positions < 1:
@@ -47,10 +46,7 @@ def tile_mlp(model: nn.Module, *modules: str, positions: int = 4096) -> nn.Modul
 
 def _in_slices(module: nn.Module, forward: Callable[..., Any], positions: int, /, *args: Any, **kwargs: Any) -> Tensor:
     leaves, structure = tree_flatten((args, kwargs))
-    lead = next((each.shape[:-1] for each in leaves if isinstance(each, Tensor) and each.ndim > 1), None)
-    if lead is None:
-        raise ValueError(f"tile_mlp: a {type(module).__name__} got no tensor [..., positions, features]")
-    *before, whole = lead
+    *before, whole = lead = leaves[0].shape[:-1]
     dim = len(before)
     sizes = [len(part) for part in token_slices(whole, positions)] or [0]
     cuts = [isinstance(each, Tensor) and each.shape[: dim + 1] == lead for each in leaves]
@@ -58,16 +54,12 @@ def _in_slices(module: nn.Module, forward: Callable[..., Any], positions: int, /
     parted = [each.split(sizes, dim) if cut else [each] * len(sizes) for each, cut in zip(leaves, cuts, strict=True)]
     parts = []
     for size, *inputs in zip(sizes, *parted, strict=True):
-        part = recomputed(functools.partial(_one, forward, structure), inputs, {}, module=module)
+        # Many modules view their input as [tokens, features]. Only in a batch is this a copy, and kept in its place.
+        near = [each.contiguous() if cut else each for each, cut in zip(inputs, cuts, strict=True)]
+        own_args, own_kwargs = tree_unflatten(near, structure)
+        part = recomputed(forward, own_args, own_kwargs, module=module)
         if not isinstance(part, Tensor) or part.shape[: dim + 1] != (*before, size):
             found = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
             raise ValueError(f"tile_mlp: a {type(module).__name__} returned {found}; wanted {(*before, size)} + (...)")
         parts.append(part)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _one(forward: Callable[..., Any], structure: TreeSpec, *leaves: Any) -> Any:
-    """One slice. Inputs are made contiguous here, not before, where a copy would be kept for the backward."""
-    near = [each.contiguous() if isinstance(each, Tensor) else each for each in leaves]
-    args, kwargs = tree_unflatten(near, structure)
-    return forward(*args, **kwargs)
