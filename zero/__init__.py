@@ -38,6 +38,7 @@ _HOMES = {
     "TiledLinear": "zero.tiled.linear",
     "tile_loss": "zero.tiled.loss",
     "tile_mlp": "zero.tiled.mlp",
+    "groups": "zero.compat.mpu",
     "ConfigError": "zero.config",
 }
 _MODULES = ("checkpointing", "config", "core", "data", "engine", "kernels", "launch", "log", "optim", "plan", "utils")
@@ -46,6 +47,7 @@ __all__ = ["__version__", *_HOMES, *_MODULES]
 
 if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero import checkpointing, config, core, data, engine, kernels, launch, log, optim, plan, utils
+    from zero.compat.mpu import groups
     from zero.config import ConfigError
     from zero.core.access import GatheredParameters, register_external_parameter, unregister_external_parameter
     from zero.core.hooks import register_forward_method

@@ -15,30 +15,30 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 43643,
-    "zero/*.py": 1091,
+    "tests": 43759,
+    "zero/*.py": 1093,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
-    "zero/compat": 1052,
+    "zero/compat": 1079,
     "zero/config": 2191,
-    "zero/core": 7059,
+    "zero/core": 7060,
     "zero/data": 1076,
     "zero/engine": 6772,
     "zero/kernels": 2017,
-    "zero/launch": 4232,
+    "zero/launch": 4234,
     "zero/memory": 1503,
     "zero/monitor": 1188,
     "zero/optim": 2741,
     "zero/parallel": 950,
-    "zero/plan": 1631,
+    "zero/plan": 1669,
     "zero/recompute": 1245,
     "zero/sizes": 1711,
     "zero/tiled": 601,
-    "zero/tools": 4999,
+    "zero/tools": 5018,
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 96406
+SUM = 96611
 
 
 def parts() -> dict[str, int]:

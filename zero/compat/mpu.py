@@ -2,59 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partialmethod
 
 import torch.distributed as dist
+from torch import nn
 
-from zero.plan.grid import DATA, Grid
+from zero.plan.grid import DATA, Grid, by_axis
 
-_KINDS = {"tensor_model": ("tp",), "pipe": ("pp",), "data": DATA, "sequence": ("cp",), "model": ("pp", "tp")}
+
+def groups(of: nn.Module | Mapping[str, int]) -> GridGroups:
+    """The groups of ranks by the names of Megatron, for arguments that are called `mpu`.
+
+    of: an engine; or sizes of axes for all ranks, such as {"tp": 2, "pp": 4}, of pp, dp_replicate, dp_shard, cp (or
+    sp), tp and ep, with or without `_size` behind the name. What they leave is dp_shard.
+    Raises ValueError for sizes that do not make up the ranks there are, and for an engine of only some of them.
+    """
+    grid = getattr(getattr(of, "_sharded", None), "grid", None)
+    if isinstance(of, Mapping):
+        sizes = by_axis(of)
+        grid = Grid(dist.get_world_size(), sizes, ep=sizes.pop("ep", 1))
+    if grid is None:
+        raise ValueError(f'groups(): got a {type(of).__name__}; wanted an engine, or sizes such as {{"tp": 2}}')
+    return GridGroups(grid)
 
 
 class GridGroups:
     """Ranks, sizes and process groups along the axes of a grid over all ranks.
 
     Of tensor-parallel groups, of pipelines, of ranks with the same part of the model and other samples (data), of ranks
-    that share a sequence, and of one replica of the model: `..._rank` is this rank's place in its group,
-    `..._world_size` how many it has. A group is made when it is first asked for, of all ranks at once: a collective, so
-    all of them must ask. Raises ValueError where the grid has another number of ranks than the default process group.
+    that share a sequence (context, or sequence), of one replica of the model, of ranks that experts are divided among,
+    and of those with the same experts: `..._rank` is this rank's place in its group, `..._world_size` how many it has;
+    `with_context_parallel=True` adds the ranks along cp. A group is made when it is first asked for, of all ranks at
+    once: a collective, so all of them must ask. That of the embedding is None for a stage between the first and the
+    last. Raises ValueError where the grid has another number of ranks than the default process group.
     """
 
     def __init__(self, grid: Grid) -> None:
         if grid.world != dist.get_world_size():
             raise ValueError(f"grid: got one of {grid.world} ranks; there are {dist.get_world_size()}")
         self.grid = grid
-        self._made: dict[str, dist.ProcessGroup] = {}
+        self._made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
 
-    def _ranks(self, kind: str) -> tuple[int, ...]:
-        return self.grid.ranks(_KINDS[kind], dist.get_rank())
+    def _ranks(self, *axes: str, with_context_parallel: bool = False) -> tuple[int, ...]:
+        return self.grid.ranks((*axes, *("cp",) * with_context_parallel), dist.get_rank())
 
-    def _size(self, kind: str) -> int:
-        return self.grid.size(*_KINDS[kind])
+    def _size(self, *axes: str, with_context_parallel: bool = False) -> int:
+        return len(self._ranks(*axes, with_context_parallel=with_context_parallel))
 
-    def _rank(self, kind: str) -> int:
-        return self._ranks(kind).index(dist.get_rank())
+    def _rank(self, *axes: str, with_context_parallel: bool = False) -> int:
+        return self._ranks(*axes, with_context_parallel=with_context_parallel).index(dist.get_rank())
 
-    def _group(self, kind: str) -> dist.ProcessGroup:
-        if kind not in self._made:
-            lists = self.grid.lists(*_KINDS[kind])
+    def _group(self, *axes: str, with_context_parallel: bool = False) -> dist.ProcessGroup | None:
+        if with_context_parallel and self.grid.size("cp") > 1:
+            axes += ("cp",)
+        if axes not in self._made:
+            lists = self.grid.lists(*axes)
             # Every rank makes every group, in one order.
-            made = {ranks: dist.new_group(list(ranks)) for ranks in lists} if len(lists) > 1 else {}
-            self._made[kind] = made.get(self._ranks(kind), dist.group.WORLD)
-        return self._made[kind]
+            made = {ranks: dist.new_group(list(ranks)) for ranks in lists if len(ranks) < self.grid.world}
+            self._made[axes] = made.get(self._ranks(*axes)) if made else dist.group.WORLD
+        return self._made[axes]
 
-    get_tensor_model_parallel_rank = partialmethod(_rank, "tensor_model")
-    get_tensor_model_parallel_world_size = partialmethod(_size, "tensor_model")
-    get_tensor_model_parallel_group = partialmethod(_group, "tensor_model")
-    get_pipe_parallel_rank = partialmethod(_rank, "pipe")
-    get_pipe_parallel_world_size = partialmethod(_size, "pipe")
-    get_pipe_parallel_group = partialmethod(_group, "pipe")
-    get_data_parallel_rank = partialmethod(_rank, "data")
-    get_data_parallel_world_size = partialmethod(_size, "data")
-    get_data_parallel_group = partialmethod(_group, "data")
-    get_sequence_parallel_rank = partialmethod(_rank, "sequence")
-    get_sequence_parallel_world_size = partialmethod(_size, "sequence")
-    get_sequence_parallel_group = partialmethod(_group, "sequence")
-    get_model_parallel_rank = partialmethod(_rank, "model")
-    get_model_parallel_world_size = partialmethod(_size, "model")
-    get_model_parallel_group = partialmethod(_group, "model")
+    get_tensor_model_parallel_rank = partialmethod(_rank, "tp")
+    get_tensor_model_parallel_world_size = partialmethod(_size, "tp")
+    get_tensor_model_parallel_group = partialmethod(_group, "tp")
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank = partialmethod(_rank, "pp")
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size = partialmethod(_size, "pp")
+    get_pipeline_model_parallel_group = get_pipe_parallel_group = partialmethod(_group, "pp")
+    get_data_parallel_rank = partialmethod(_rank, *DATA)
+    get_data_parallel_world_size = partialmethod(_size, *DATA)
+    get_data_parallel_group = partialmethod(_group, *DATA)
+    get_context_parallel_rank = get_sequence_parallel_rank = partialmethod(_rank, "cp")
+    get_context_parallel_world_size = get_sequence_parallel_world_size = partialmethod(_size, "cp")
+    get_context_parallel_group = get_sequence_parallel_group = partialmethod(_group, "cp")
+    get_model_parallel_rank = partialmethod(_rank, "mp")
+    get_model_parallel_world_size = partialmethod(_size, "mp")
+    get_model_parallel_group = partialmethod(_group, "mp")
+    get_expert_model_parallel_rank = partialmethod(_rank, "ep")
+    get_expert_model_parallel_world_size = partialmethod(_size, "ep")
+    get_expert_model_parallel_group = partialmethod(_group, "ep")
+    get_expert_data_parallel_rank = partialmethod(_rank, "dp_replicate", "efsdp")
+    get_expert_data_parallel_world_size = partialmethod(_size, "dp_replicate", "efsdp")
+    get_expert_data_parallel_group = partialmethod(_group, "dp_replicate", "efsdp")
+    get_embedding_group = partialmethod(_group, "embedding")

@@ -119,7 +119,7 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.utils.init_on_device": "zero.Init, or torch.device as a context",
     "deepspeed.utils.OnDevice": "zero.Init, or torch.device as a context",
     "deepspeed.utils.comms_logging": "`comms_logger` of the JSON, and engine.log_comms_summary()",
-    "deepspeed.utils.groups": f"torch.distributed.new_group; {_ONE_KIND}",
+    "deepspeed.utils.groups": "zero.groups(engine), which has them by Megatron's names",
     "deepspeed.utils.instrument_w_nvtx": "torch.profiler",
     "deepspeed.checkpoint.utils.get_model_ckpt_name_for_rank": _OWN_FILES,
     "deepspeed.utils.zero_to_fp32.get_model_state_file": _OWN_FILES,

@@ -48,7 +48,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class ShardedModule:
     """A module whose parameters live in units, and the two parts that move them.
 
-    world: all ranks; data_size: how many of them have samples of their own; summed: over how many gradients are.
+    world: all ranks; grid: their axes; data_size: how many have samples of their own; summed: over how many gradients
+    are.
     """
 
     def __init__(
@@ -57,8 +58,7 @@ class ShardedModule:
         units: Sequence[Unit],
         sharding: Sharding,
         world: World,
-        data_size: int,
-        summed: int,
+        meshes: Meshes,
         device: torch.device,
         numerics: MixedPrecisionPolicy,
         limits: Limits,
@@ -72,7 +72,8 @@ class ShardedModule:
         for unit in self.trained if numerics.tree else ():
             unit.gradients.sum_as_tree()
         self.sharding = sharding
-        self.world, self.data_size, self.summed, self.device = world, data_size, summed, device
+        self.world, self.grid, self.device = world, meshes.grid, device
+        self.data_size, self.summed = meshes.sizes
         self.prefetcher = ParamPrefetcher(self.units, limits)
         self.reducer = Reducer(self.units, sharding, self.prefetcher, FirstNotFinite(self.trained, world))
         if any(unit.cut for unit in units):
@@ -258,7 +259,7 @@ def wrap(
             freed.add(0 if device.type == "cuda" else unit.buffer.full.numel() * unit.buffer.full.itemsize)
         _adopt_buffers(module, device, world, None if numerics.buffers is None else DTYPES[numerics.buffers])
         give_back()
-        sharded = ShardedModule(module, units, sharding, world, *meshes.sizes, device, numerics, limits, offload)
+        sharded = ShardedModule(module, units, sharding, world, meshes, device, numerics, limits, offload)
     except BaseException:
         _unwrap(module, units)
         if offload is not None:

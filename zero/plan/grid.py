@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from typing import NamedTuple
 # From outermost to innermost: neighbours along the last one are consecutive ranks.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA = ("dp_replicate", "dp_shard")
+EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")  # of the same ranks: efsdp x ep = dp_shard x cp x tp
+WORDS = {f"{axis}_size": axis for axis in (*AXES, "ep")} | {"sp": "cp", "sp_size": "cp"}  # as Accelerate says
 
 
 class UnitAxes(NamedTuple):
@@ -40,53 +43,71 @@ class GridError(ValueError):
     """Sizes that do not make a grid of the existing ranks."""
 
 
+def by_axis(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes by axis where `WORDS` may stand for axes. Raises GridError for one axis with two sizes."""
+    found: dict[str, int] = {}
+    for word, size in sizes.items():
+        if found.setdefault(axis := WORDS.get(word, word), size) != size:
+            raise GridError(f"{axis}: got {found[axis]} and, as {word}, {size}, for one axis; keep one of the two")
+    return found
+
+
 @dataclass(frozen=True)
 class Grid:
-    """`world` ranks numbered along the axes of `AXES`, the last one fastest.
+    """`world` ranks numbered along the axes of `AXES`, the last one fastest, and along `EXPERT_AXES`.
 
-    sizes: by axis; missing ones are 1, except dp_shard, which then takes the remaining ranks.
-    Raises GridError for sizes that do not make up `world` ranks.
+    sizes: by axis or one of `WORDS`; missing ones are 1, except dp_shard, which then takes the remaining ranks.
+    ep: consecutive ranks that experts are divided among; it divides dp_shard x cp x tp.
+    `lists` and `ranks` know also mp, the model-parallel ranks of a replica (pp x tp), and embedding, its first and last
+    stage. Raises GridError for sizes that do not make up `world` ranks, with the nearest that do.
     """
 
     world: int
     sizes: Mapping[str, int] = field(default_factory=dict)
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        if unknown := sorted(self.sizes.keys() - set(AXES)):
+        given = by_axis(self.sizes)
+        if unknown := sorted(given.keys() - set(AXES)):
             raise GridError(f"no axis is called {', '.join(map(repr, unknown))}; there are {', '.join(AXES)}")
-        for axis, size in {"world": self.world, **self.sizes}.items():
+        for axis, size in {"world": self.world, **given, "ep": self.ep}.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise GridError(f"{axis}: got {size!r}, wanted an integer of at least 1")
-        product = math.prod(self.sizes.values())
-        factors = " x ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if axis in self.sizes)
-        if "dp_shard" in self.sizes and product != self.world:
-            raise GridError(f"{factors} = {product} ranks, but there are {self.world}")
-        if self.world % product:
-            raise GridError(f"{factors} = {product} does not divide the {self.world} ranks there are")
-        rest = {"dp_shard": self.world // product} if "dp_shard" not in self.sizes else {}
-        sizes = {axis: {**self.sizes, **rest}.get(axis, 1) for axis in AXES}
-        object.__setattr__(self, "sizes", sizes)
+        product, whole = math.prod(given.values()), "dp_shard" in given
+        factors = " x ".join(f"{axis} {given[axis]}" for axis in AXES if axis in given) + f" = {product}"
+        if product != self.world if whole else self.world % product:
+            wrong = "ranks, but there are {}" if whole else "does not divide the {} ranks there are"
+            raise GridError(f"{factors} {wrong.format(self.world)}; {_nearest(given, self.world)}")
+        sizes = dict.fromkeys(AXES, 1) | {"dp_shard": self.world // product} | given
+        folded = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
+        if folded % self.ep:
+            near = _nearest({"ep": self.ep}, folded)
+            raise GridError(f"ep {self.ep} does not divide dp_shard x cp x tp = {folded}; {near}")
+        object.__setattr__(self, "sizes", sizes | {"efsdp": folded // self.ep, "ep": self.ep})
 
     def size(self, *axes: str) -> int:
         """The number of ranks along these axes together."""
-        return math.prod(self.sizes[axis] for axis in axes)
+        return math.prod(map(len, self._steps(axes)[0]))
 
     def lists(self, *axes: str) -> list[tuple[int, ...]]:
         """The groups along these axes together, each ascending, ordered by first rank; they partition the world."""
-        strides = self._strides()
-        fixed = [range(0, self.sizes[axis] * strides[axis], strides[axis]) for axis in AXES if axis not in axes]
-        along = [range(0, self.sizes[axis] * strides[axis], strides[axis]) for axis in AXES if axis in axes]
+        if axes == ("embedding",):
+            return [self.ranks("embedding", first) for first in range(self.world // self.sizes["pp"])]
+        along, fixed = self._steps(axes)
         members = [sum(offsets) for offsets in itertools.product(*along)]
         return [tuple(sum(start) + member for member in members) for start in itertools.product(*fixed)]
 
     def ranks(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
-        """The group of `rank` along one axis, or several."""
+        """The group of `rank` along one axis, or several; empty for embedding between the first and the last stage."""
         if not 0 <= rank < self.world:
             raise GridError(f"rank: got {rank}, wanted one of 0 to {self.world - 1}")
-        strides, along = self._strides(), (axes,) if isinstance(axes, str) else tuple(axes)
-        start = rank - sum(rank // strides[axis] % self.sizes[axis] * strides[axis] for axis in along)
-        ranges = [range(0, self.sizes[axis] * strides[axis], strides[axis]) for axis in AXES if axis in along]
-        return tuple(start + sum(offsets) for offsets in itertools.product(*ranges))
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        if names == ("embedding",):
+            ends = self.ranks("pp", rank)[:: max(1, self.sizes["pp"] - 1)]
+            return ends if rank in ends else ()
+        along, _ = self._steps(names)
+        start = rank - sum(rank // each.step % len(each) * each.step for each in along)
+        return tuple(start + sum(offsets) for offsets in itertools.product(*along))
 
     def spans(self, axes: UnitAxes) -> tuple[int, ...]:
         """All ranks, by groups of a unit's holders, in the order of the spans of it that they count.
@@ -100,13 +121,12 @@ class Grid:
             for place in range(self.size(*axes.replica))
         )
 
-    def embedding(self) -> list[tuple[int, ...]]:
-        """The ranks that share a tied embedding: the first and the last of each group along pp."""
-        return [(ranks[0], ranks[-1]) if len(ranks) > 1 else ranks for ranks in self.lists("pp")]
-
     def warnings(self, ranks_per_host: int) -> list[str]:
-        """Warnings of unusual grids: odd numbers of data-parallel ranks, tensor parallelism between hosts."""
+        """Warnings of unusual grids: odd numbers of ranks along an axis, tensor parallelism between hosts."""
         lines, data, tp = [], self.size(*DATA), self.sizes["tp"]
+        for axis, what in ("tp", "heads and widths"), ("pp", "layers"):
+            if (size := self.sizes[axis]) > 1 and size % 2:
+                lines.append(f"{axis} is {size}, an odd number: {what} seldom divide by it")
         if data & (data - 1):
             lines.append(f"dp is {data}, not a power of two: batches and shards seldom divide by it")
         crossing = [ranks for ranks in self.lists("tp") if ranks[0] // ranks_per_host != ranks[-1] // ranks_per_host]
@@ -117,10 +137,28 @@ class Grid:
             )
         return lines
 
-    def _strides(self) -> dict[str, int]:
-        """The distance in ranks of neighbours along each axis."""
-        strides, stride = {}, 1
-        for axis in reversed(AXES):
-            strides[axis] = stride
-            stride *= self.sizes[axis]
-        return strides
+    def _steps(self, names: Sequence[str]) -> tuple[list[range], list[range]]:
+        """What is added to a rank along each of these axes, and along each of the others, from the outermost in."""
+        axes = {axis for name in names for axis in (("pp", "tp") if name == "mp" else (name,))}
+        order = AXES if axes <= {*AXES} else EXPERT_AXES
+        if not axes <= {*order}:
+            raise GridError(f"no groups are along {', '.join(names)}; axes are {AXES} and, for experts, {EXPERT_AXES}")
+        stride, along, fixed = self.world, [], []
+        for axis in order:
+            steps = range(0, stride, stride // self.sizes[axis])
+            (along if axis in axes else fixed).append(steps)
+            stride = steps.step
+        return along, fixed
+
+
+def _nearest(sizes: Mapping[str, int], world: int) -> str:
+    """Sizes that do make a grid: the next below these, and above; those of the axes that come first change least."""
+    found = []
+    for up in (False, True):
+        rest, near = world, {}
+        for axis, size in sorted(sizes.items(), key=lambda item: item[0] == "dp_shard"):  # that takes what is left
+            fit = [each for each in range(1, rest + 1) if rest % each == 0]
+            near[axis] = rest if axis == "dp_shard" else fit[min(bisect(fit, size - up) - (not up), len(fit) - 1)]
+            rest //= near[axis]
+        found.append(" x ".join(f"{axis} {size}" for axis, size in near.items()))
+    return f"nearest that fit: {' or '.join(dict.fromkeys(found))}"

@@ -9,6 +9,8 @@ _SIZES = {
     "tp": "ranks of tensor parallelism, which are consecutive",
     "pp": "stages of the pipeline",
     "cp": "ranks that share one sequence",
+    "sp": "the same as --cp",
+    "ep": "ranks that experts are divided among, which are consecutive",
     "dp_shard": "ranks that state is cut over; default: all that the other sizes leave",
     "dp_replicate": "times that cut state is repeated (HSDP)",
 }

@@ -20,7 +20,7 @@ from zero.launch.launch_messages import check_writable
 from zero.log import counted
 from zero.memory.available import available_nbytes
 from zero.plan.formats import ITEMSIZE
-from zero.plan.grid import AXES, DATA, Grid
+from zero.plan.grid import AXES, DATA, Grid, by_axis
 from zero.sizes.cost import ModelCost, shape_cost
 from zero.sizes.estimate import DEFAULT, GB, PlanRow, estimate
 from zero.sizes.lines import of_each, wrapped
@@ -73,32 +73,51 @@ def _print_groups(given: argparse.Namespace) -> None:
         )
     if len(given.world or []) != 1:
         raise ValueError("--world: --groups wants one number of ranks")
-    grid = Grid(given.world[0], {axis: size for axis in AXES if (size := getattr(given, axis)) is not None})
-    warnings = grid.warnings(_ranks_per_host(given))
-    kinds = {
-        "tensor parallel (tp)": grid.lists("tp") if grid.size("tp") > 1 else [],
-        "context parallel (cp)": grid.lists("cp") if grid.size("cp") > 1 else [],
-        "pipeline (pp)": grid.lists("pp") if grid.size("pp") > 1 else [],
-        "data parallel (dp)": grid.lists(*DATA),
-        "shards of state (dp_shard)": grid.lists("dp_shard") if grid.size("dp_replicate") > 1 else [],
-        "replicas of state (dp_replicate)": grid.lists("dp_replicate") if grid.size("dp_replicate") > 1 else [],
-        "one replica of the model (pp x tp)": grid.lists("pp", "tp") if grid.size("pp", "tp") > 1 else [],
-        "first and last stage (embedding)": grid.embedding() if grid.size("pp") > 1 else [],
-    }
-    factors = " x ".join(f"{axis} {size}" for axis, size in grid.sizes.items() if size > 1)
-    print(f"{counted(grid.world, 'rank')}{': ' * bool(factors)}{factors}")
-    for kind, lists in kinds.items():
-        if lists:
-            print(f"{kind}: {len(lists)} of {len(lists[0])}", " ".join(str(list(ranks)) for ranks in lists), sep="\n  ")
-    for line in warnings:
+    grid = _grid(given)
+    for line in grid.warnings(_ranks_per_host(given)):
         print(f"zero plan: warning: {line}", file=sys.stderr)
+    both, cp, ep = min(map(grid.size, DATA)) > 1, grid.size("cp") > 1, grid.size("ep") > 1
+    kinds = {
+        "tensor parallel (tp)": ("tp",),
+        "context parallel (cp)": ("cp",),
+        "pipeline (pp)": ("pp",),
+        "data parallel (dp)": DATA,
+        "data and context parallel (dp x cp)": (*DATA, "cp") * cp,
+        "shards of state (dp_shard)": ("dp_shard",) * both,
+        "replicas of state (dp_replicate)": ("dp_replicate",) * both,
+        "one replica of the model (mp: pp x tp)": ("mp",),
+        "first and last stage (embedding)": ("embedding",),
+        "experts (ep)": ("ep",),
+        "shards of an expert's state (efsdp)": ("efsdp",) * ep,
+    }
+    factors = " x ".join(f"{axis} {grid.size(axis)}" for axis in AXES if grid.size(axis) > 1)
+    print(f"{counted(grid.world, 'rank')}{': ' * bool(factors)}{factors}")
+    for kind, axes in kinds.items():
+        if len((lists := grid.lists(*axes))[0]) > 1:
+            print(f"{kind}: {len(lists)} of {len(lists[0])}", " ".join(str(list(ranks)) for ranks in lists), sep="\n  ")
+
+
+def _grid(given: argparse.Namespace) -> Grid:
+    """Of the flags, and of an engine with the JSON of --config. Raises ValueError where they contradict each other."""
+    world = given.world[0]
+    sizes = by_axis({axis: size for axis in (*AXES, "sp", "ep") if (size := getattr(given, axis)) is not None})
+    if given.config is not None:
+        ranks = world // Grid(world, {axis: sizes.get(axis, 1) for axis in ("pp", "tp")}).size("mp")
+        settings = load(given.config, ranks, filled=False)
+        cp = settings.sequence_parallel_size
+        # A key for shards counts the ranks along cp too. Stage 0 cuts nothing.
+        shard = (settings.shard_size or ranks) // cp if settings.zero_optimization.stage else 1
+        for axis, size in {"cp": cp, "dp_shard": shard, "dp_replicate": ranks // cp // shard}.items():
+            if sizes.setdefault(axis, size) != size:
+                raise ValueError(f"--{axis.replace('_', '-')}: got {sizes[axis]}, but {given.config} makes it {size}")
+    return Grid(world, sizes, ep=sizes.pop("ep", 1))
 
 
 def _check(given: argparse.Namespace) -> None:
     """Raise ValueError for flags that mean nothing or would have no effect, before anything takes time."""
     if given.groups or (given.model is not None and given.params is not None):
         raise ValueError("a model, --params and --groups: one of them at a time")
-    for axis in ("tp", "pp", "cp", "dp_shard", "dp_replicate"):
+    for axis in (*AXES, "sp", "ep"):
         if getattr(given, axis) not in (None, 1):
             raise ValueError(
                 f"--{axis.replace('_', '-')}: the memory is that of data-parallel ranks; leave it out, or say "
