@@ -24,7 +24,7 @@ _HOMES = {
     "register_forward_method": "zero.core.hooks",
     "load_weights": "zero.engine.checkpoint.load_weights",
     "WeightUpdate": "zero.kernels.marks",
-    "FusedOptimizer": "zero.optim.client",
+    "FusedOptimizer": "zero.optim.fused",
     "attention": "zero.parallel.attention",
     "shared_attention": "zero.parallel.attention",
     "init_distributed": "zero.engine.joining",
@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.engine.initialize import initialize
     from zero.engine.joining import init_distributed
     from zero.kernels.marks import WeightUpdate
-    from zero.optim.client import FusedOptimizer
+    from zero.optim.fused import FusedOptimizer
     from zero.parallel.attention import attention, shared_attention
     from zero.sizes.estimate import estimate
     from zero.tiled.linear import TiledLinear

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from zero.config.optimizers import ONLY_TORCH, Arguments
+from zero.config.check import optimizer_problems
+from zero.config.optimizers import ARGUMENTS, ONLY_TORCH, Arguments, torch_reason
 from zero.core.unit import Unit
 from zero.kernels.formulas import FORMULAS, Formula, formats_of
 from zero.kernels.moments import Moment
@@ -197,3 +198,36 @@ def _conclude(unit: Unit) -> None:
     unit.shard.settle()
     if (optimizer := unit.optimizer()) is not None:
         optimizer.conclude()
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Parameter groups and hyperparameters for `zero.initialize(optimizer=...)`, which updates shards by our kernels.
+
+        optimizer = zero.FusedOptimizer(model.parameters(), "AdamW", lr=1e-3, zero={"moments": "8bit"})
+
+    It equals the section `optimizer` of the JSON, for programs that must pass an object, on every placement
+    (a drive too). It updates nothing by itself. `kind` is Adam, AdamW, Lamb, Lion, SGD or Adagrad; the arguments are
+    those of `optimizer.params`, and groups may have their own. Raises ValueError with all errors, by argument.
+    """
+
+    def __init__(self, params: Any, kind: str, **arguments: Any) -> None:
+        reason = torch_reason(kind, arguments)
+        if reason is not None:
+            raise ValueError(f"FusedOptimizer(kind={kind!r}): {reason}; give initialize() the class of torch.optim")
+        if kind.lower() == "muon":
+            raise ValueError(
+                f"FusedOptimizer(kind={kind!r}): name it in the section 'optimizer' of the JSON, which chooses the "
+                "matrices, or give initialize() a torch.optim.Muon"
+            )
+        if lines := optimizer_problems(kind, arguments, True, ("FusedOptimizer",)):
+            raise ValueError("\n".join(lines))
+        self.kind, self.arguments = kind, arguments
+        checked = ARGUMENTS[kind.lower()].model_validate(arguments)
+        super().__init__(params, FusedShardOptimizer(kind.lower(), checked, "bf16").defaults)
+
+    def step(self, closure: Any = None) -> None:
+        """Raise RuntimeError: only the engine's step updates."""
+        name = type(self).__name__
+        raise RuntimeError(
+            f"{name}.step(): it updates nothing itself; give it to zero.initialize(), call engine.step()"
+        )

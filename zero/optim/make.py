@@ -13,8 +13,7 @@ from zero.config.check import optimizer_problems
 from zero.config.errors import did_you_mean
 from zero.config.optimizers import ARGUMENTS, MuonParams, torch_reason
 from zero.log import rank_zero
-from zero.optim.client import FusedOptimizer
-from zero.optim.fused import FusedShardOptimizer
+from zero.optim.fused import FusedOptimizer, FusedShardOptimizer
 from zero.optim.lamb import LambShardOptimizer
 from zero.optim.matrix import MatrixShardOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer

@@ -12,24 +12,26 @@ divides its own momentum by the norm, in place. Ours stays unchanged.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zero.config.optimizers import MuonParams
+from zero.core.comm import exchange
 from zero.core.owner import cut_of
 from zero.core.torch_private import muon_learning_rate, torch_newton_schulz
 from zero.core.unit import Unit
-from zero.core.world import World
+from zero.core.world import Axis, World
 from zero.kernels.formulas import formats_of
 from zero.kernels.moments import random_bits
 from zero.kernels.newton_schulz import newton_schulz
 from zero.optim.fused import FusedShardOptimizer
-from zero.optim.owner_ranks import Matrices, replace_matrices
 from zero.optim.shard_optimizer import Group, Rows, Update
 from zero.plan.layout import Fragment
-from zero.plan.matrices import Matrix, matrices_of
+from zero.plan.matrices import Matrix, assign, matrices_of, pieces
+
+Matrices = Mapping[int, torch.Tensor]  # [rows, cols] by number
 
 # Elements of the units in one message: enough to give each rank a share, and little memory beside the model.
 TOGETHER = 1 << 28
@@ -208,3 +210,47 @@ def orthogonalized(whole: Matrices, groups: dict[int, Group], one_by_one: bool) 
         results = newton_schulz(torch.stack([whole[index] for index in batch]), *numbers, dtype)
         found |= dict(zip(batch, results, strict=True))
     return found
+
+
+def replace_matrices(
+    shards: Sequence[torch.Tensor],
+    matrices: Sequence[Matrix],
+    axis: Axis,
+    device: torch.device,
+    work: Callable[[Matrices], Matrices],
+) -> None:
+    """Replace each matrix by its result, in this rank's `shards` of the units, [n] each, of one dtype; collective.
+
+    `work` gets the matrices assigned to this rank, on the `device`. One message goes to each rank and one back,
+    whatever the number of matrices. A rank sends nothing of a matrix that it works on itself.
+    """
+    rank_of = assign(matrices, axis.size)
+    numels = [shard.numel() for shard in shards]
+    every = pieces(matrices, numels, axis.size)
+    leaving = sorted((one for one in every if one.rank == axis.rank), key=lambda one: rank_of[one.index])
+    coming = sorted((one for one in every if rank_of[one.index] == axis.rank), key=lambda one: one.rank)
+    sends, receives = [0] * axis.size, [0] * axis.size
+    here, there = [], []
+    for one in leaving:
+        unit = matrices[one.index].unit
+        sends[rank_of[one.index]] += one.span.numel
+        here.append(shards[unit].narrow(0, one.span.start - axis.rank * numels[unit], one.span.numel))
+    none = shards[0].new_empty(0)
+    whole = {
+        index: torch.empty(matrix.rows, matrix.cols, dtype=none.dtype, device=device)
+        for index, matrix in enumerate(matrices)
+        if rank_of[index] == axis.rank
+    }
+    for one in coming:
+        receives[one.rank] += one.span.numel
+        there.append(whole[one.index].view(-1).narrow(0, one.span.start - matrices[one.index].start, one.span.numel))
+    _fill(there, exchange(torch.cat([none, *here]).to(device), sends, receives, axis, "matrices to their ranks"))
+    for index, result in work(whole).items():
+        whole[index].copy_(result)
+    back = torch.cat([none.to(device), *there])
+    _fill(here, exchange(back, receives, sends, axis, "matrices from their ranks"))
+
+
+def _fill(parts: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+    for part, value in zip(parts, values.split([part.numel() for part in parts]), strict=True):
+        part.copy_(value)

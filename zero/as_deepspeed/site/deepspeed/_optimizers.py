@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zero.optim.client import FusedOptimizer
+from zero.optim.fused import FusedOptimizer
 
 
 class DeepSpeedCPUAdam(FusedOptimizer):
