@@ -9,11 +9,9 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from zero.sizes.model_trace import Inputs
 
@@ -36,21 +34,6 @@ def load_model(text: str, sequence: int, device: torch.device = _META) -> tuple[
     return model.to(device).train(), inputs
 
 
-class _NoValues(TorchFunctionMode):
-    """Leaves out what writes values into parameters: on the meta device there are none to write."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        values = (*args, *kwargs.values())
-        fills = getattr(func, "__module__", None) == "torch.nn.init" or getattr(func, "__name__", "") in _FILLS
-        if fills and values and isinstance(values[0], torch.Tensor) and values[0].is_meta:
-            return values[0]
-        return func(*args, **kwargs)
-
-
-_FILLS = ("normal_", "uniform_", "fill_", "zero_", "copy_")
-
-
 def _of_function(text: str, device: torch.device) -> tuple[nn.Module, Inputs]:
     name, _, function = text.partition(":")
     sys.path.insert(0, "")  # as `python -m` does: modules of the folder that the command is called in
@@ -64,7 +47,7 @@ def _of_function(text: str, device: torch.device) -> tuple[nn.Module, Inputs]:
         if not hasattr(make, part):
             raise ValueError(f"model: {text!r}: '{name}' has no {function}; wanted a function without arguments")
         make = getattr(make, part)
-    with device, _NoValues():
+    with device:
         made = make()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -88,7 +71,7 @@ def _of_folder(folder: Path, sequence: int, device: torch.device) -> tuple[nn.Mo
     config = transformers.AutoConfig.from_pretrained(folder)
     named = json.loads(path.read_text(encoding="utf-8")).get("architectures") or []
     kind = getattr(transformers, named[0], None) if named else None
-    with device, _NoValues():
+    with device:
         model = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind._from_config(config)
     if model.main_input_name != "input_ids" or "labels" not in inspect.signature(model.forward).parameters:
         raise ValueError(
