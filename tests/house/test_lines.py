@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 43759,
+    "tests": 43751,
     "zero/*.py": 1093,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
@@ -28,17 +28,17 @@ LIMITS = {
     "zero/launch": 4234,
     "zero/memory": 1503,
     "zero/monitor": 1188,
-    "zero/optim": 2741,
+    "zero/optim": 2719,
     "zero/parallel": 950,
     "zero/plan": 1669,
     "zero/recompute": 1245,
     "zero/sizes": 1711,
     "zero/tiled": 601,
-    "zero/tools": 5018,
+    "zero/tools": 4953,
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 96611
+SUM = 96516
 
 
 def parts() -> dict[str, int]:

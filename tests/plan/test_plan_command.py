@@ -21,7 +21,7 @@ from zero.config.override import apply
 from zero.sizes.choice import CHOICES, StageChoice
 from zero.sizes.cost import POLICIES, shape_cost
 from zero.sizes.rates import DEVICES
-from zero.sizes.shape import Shape, shape_of
+from zero.sizes.shape import Shape
 from zero.tools.plan.search import Search, Setup
 
 SMALL = ["plan", "--params", "2e7", "--sequence", "64", "--device", "a100"]
@@ -123,20 +123,6 @@ def test_a_model_of_ones_own_is_planned_and_an_engine_takes_the_very_file(
 # Numbers of ranks.
 
 
-def test_the_smallest_number_of_ranks_fits_and_one_less_does_not(capsys: pytest.CaptureFixture) -> None:
-    assert main(["plan", "--params", "30e9", "--device", "a100", "--sequence", "2048"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    line = next(line for line in lines if line.startswith("stage 3  "))
-    count = int(line.split()[2])
-    assert f"{count} ({1 << (count - 1).bit_length()})" in line
-    shape = shape_of(30e9)
-    for ranks, fits in ((count, True), (count - 1, False)):
-        settings = load({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}, ranks, filled=False)
-        made = Setup(shape, shape_cost(shape, 2048), settings, DEVICES["a100"])
-        assert (Search(made, StageChoice(3)).row("none", 1).lacks == ()) is fits
-    assert any(line.startswith("stage 0") and "never" in line for line in lines)
-
-
 def test_worlds_are_compared(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     path = tmp_path / "zero.json"
     path.write_text(json.dumps({"train_batch_size": 512, "bf16": {"enabled": True}}))
@@ -146,6 +132,12 @@ def test_worlds_are_compared(capsys: pytest.CaptureFixture, tmp_path: Path) -> N
     waits = [float(row[5].rstrip("%")) for row in rows]
     assert len(rows) == 3 and waits == sorted(waits) and waits[-1] > 50, "a small model on many ranks communicates"
     assert text.splitlines()[-1].startswith(f"more ranks pay up to 8: on 64, {rows[1][5]} of a step")
+
+
+def test_without_a_number_of_ranks_powers_of_two_are_compared(capsys: pytest.CaptureFixture) -> None:
+    text = printed(capsys)
+    found = [line.split()[0] for line in text.splitlines() if line.split()[0].replace(",", "").isdigit()]
+    assert found == [f"{1 << bit:,}" for bit in range(11)]
 
 
 @pytest.mark.parametrize(
@@ -159,6 +151,7 @@ def test_worlds_are_compared(capsys: pytest.CaptureFixture, tmp_path: Path) -> N
             ["--width", "1"],
             "layers: got 1,666,667, wanted at most 1,024, as 2e+07 parameters of width 1 make; give the",
         ),
+        (["--device", "measured"], "--world: --device measured wants the number of ranks"),
         (["--world", "3", "--nodes", "2"], "--nodes: got 2, wanted a divisor of the 3 ranks of --world"),
         (["--world", "2,4", "--nodes", "2"], "--nodes: wants one number of ranks, in --world"),
         (["--json"], "--json: wants one number of ranks, in --world"),

@@ -48,7 +48,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="print all rows, and not the best of each choice")
     parser.add_argument("--nodes", type=at_least(1), metavar="N", help="the number of hosts")
     parser.add_argument("--config", metavar="FILE", help="the JSON of the run (default: bf16 and AdamW)")
-    about = "the number of ranks; several, as in 8,16,32, to compare; without it, the smallest that fits is looked for"
+    about = "the number of ranks; several, as in 8,16,32, are compared (default: 1 to 1024)"
     parser.add_argument("--world", type=_counts, metavar="N", help=about)
     for axis, about in _SIZES.items():
         parser.add_argument(f"--{axis.replace('_', '-')}", type=at_least(1), metavar="N", help=about)

@@ -27,13 +27,14 @@ from zero.sizes.lines import of_each, wrapped
 from zero.sizes.rates import DEVICES, Rates
 from zero.sizes.shape import Shape, shape_of
 from zero.tools.plan.search import Setup, candidates
-from zero.tools.plan.table import name_of, nothing_fits, over_worlds, smallest, summary, table
+from zero.tools.plan.table import name_of, nothing_fits, over_worlds, summary, table
 
 if TYPE_CHECKING:
     from torch import nn
 
 _DEVICE = "h100"  # where none is named
 _SEQUENCE = 4096
+WORLDS = tuple(1 << bit for bit in range(11))  # that are compared where none is named
 
 
 def run(given: argparse.Namespace) -> int:
@@ -123,6 +124,8 @@ def _check(given: argparse.Namespace) -> None:
                 f"--{axis.replace('_', '-')}: the memory is that of data-parallel ranks; leave it out, or say "
                 "zero.shard_size in the configuration"
             )
+    if given.device == "measured" and not given.world:
+        raise ValueError("--world: --device measured wants the number of ranks that are to be measured")
     _ranks_per_host(given)
     if given.json not in (None, "-"):
         check_writable(given.json, "--json")
@@ -133,7 +136,7 @@ def _check(given: argparse.Namespace) -> None:
 
 def _lines(given: argparse.Namespace) -> Iterator[str]:
     source = PlannedModel(given)
-    worlds, name = given.world or [], str(source.model)
+    worlds, name = given.world or WORLDS, str(source.model)
     if given.device in ("cuda", "cpu") and len(worlds) == 1 and not (given.json or given.sequence):
         model = given.params if source.inputs is None else source.model
         yield str(estimate(model, given.config, worlds[0], device=given.device, layers=given.layers, width=given.width))
@@ -142,10 +145,7 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
     if source.inputs is not None:
         numel = sum(spec.numel for unit in setup.units for spec in unit.params)
         name = f"{numel:,} parameters of {type(setup.model).__name__}"
-    if not worlds:
-        found = smallest(setup)
-    else:
-        found = over_worlds(setup, worlds) if len(worlds) > 1 else _searched(given, setup)
+    found = _searched(given, setup) if len(worlds) == 1 else over_worlds(setup, worlds)
     first = next(found)
     if first.startswith("nothing fits"):
         yield first
@@ -253,15 +253,13 @@ def _written(path: str, setup: Setup, row: PlanRow) -> Iterator[str]:
 
 def _settings(given: argparse.Namespace) -> Config:
     """The configuration, on the first number of ranks. Of batch sizes that cannot hold on several, one is left."""
-    source, worlds = DEFAULT if given.config is None else given.config, given.world or []
+    source, worlds = DEFAULT if given.config is None else given.config, given.world or WORLDS
     if len(worlds) == 1:
         return load(source, worlds[0], filled=False)
     values = read(source).values
-    if worlds and TRAIN in values:
+    if TRAIN in values:
         values = {key: value for key, value in values.items() if key not in (MICRO, STEPS)}
-    elif MICRO in values:
-        values.pop(TRAIN, None)
-    return load(values, (worlds or [1])[0], filled=False)
+    return load(values, worlds[0], filled=False)
 
 
 def _has_gpu() -> bool:

@@ -186,8 +186,8 @@ class Search:
         whole = (size for size in range(self._samples, 0, -1) if self._samples % size == 0)
         return next((size for size in whole if size <= self.capacity(policy, self._accumulation(size))), 0)
 
-    def row(self, policy: str, micro_batch: int, timed: bool = True) -> PlanRow:
-        """What so many samples in one forward of one rank take, whether they fit, and where `timed` what is sent."""
+    def row(self, policy: str, micro_batch: int) -> PlanRow:
+        """What so many samples in one forward of one rank take and send, and whether they fit."""
         setup, cost, accumulation = self.setup, self.setup.cost, self._accumulation(micro_batch)
         state, moves = self._state(accumulation)
         on_host = cost.on_host(policy, micro_batch)
@@ -202,8 +202,8 @@ class Search:
             accumulation=accumulation,
             inputs_on_host=on_host,
             peak=max(state + sample * micro_batch for state, sample in self._moments(policy, accumulation)),
-            links=sum_of(inputs, moves.links(accumulation)) if timed else inputs,
-            step=self._step(policy, micro_batch, accumulation) if timed else None,
+            links=sum_of(inputs, moves.links(accumulation)),
+            step=self._step(policy, micro_batch, accumulation),
             sets=_sets(setup, self.choice, policy, micro_batch, accumulation),
         )
         return replace(row, lacks=tuple(_lacks(setup, row)))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise, product
+from itertools import pairwise
 from typing import NamedTuple
 
-from zero.sizes.choice import CHOICES, StageChoice
+from zero.sizes.choice import StageChoice
 from zero.sizes.cost import POLICIES
 from zero.sizes.estimate import PlanRow
 from zero.sizes.lines import gigabytes, table_lines
 from zero.tools.plan.search import Search, Setup, candidates, pace_of
 from zero.tools.report.pays import enough
-
-MOST_RANKS = 1 << 16  # beyond which no smaller share is looked for
 
 
 def name_of(row: PlanRow) -> str:
@@ -156,32 +154,3 @@ def verdict(speeds: Sequence[tuple[int, float, MessageShare]]) -> str:
         f"more ranks pay up to {end:,} and perhaps beyond: {last / first:,.1f} x the speed of {start:,}, "
         f"{cost.longer:.0%} of a step is communication"
     )
-
-
-def smallest(setup: Setup) -> Iterator[str]:
-    """For each choice and policy, the smallest number of ranks on which the configured micro-batch fits."""
-    size, known = setup.settings.train_micro_batch_size_per_gpu, {}
-
-    def fits(choice: StageChoice, policy: str, ranks: int) -> bool:
-        at = known.setdefault(ranks, setup.on(ranks))
-        return not searches.setdefault((ranks, choice), Search(at, choice)).row(policy, size, timed=False).lacks
-
-    searches: dict[tuple[int, StageChoice], Search] = {}
-    columns: dict[str, list[str]] = {policy: [] for policy in POLICIES}
-    for choice, policy in product(CHOICES, POLICIES):
-        low, high = 0, 1
-        while high <= MOST_RANKS and not fits(choice, policy, high):
-            low, high = high, 2 * high
-        power = high
-        while high - low > 1 and high <= MOST_RANKS:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(choice, policy, middle) else (middle, high)
-        columns[policy].append(f"{high:,} ({power:,})" if high <= MOST_RANKS else "never")
-    never = [choice for choice, cell in zip(CHOICES, columns["none"], strict=True) if cell == "never"]
-    if {*chain(*columns.values())} == {"never"}:
-        yield nothing_fits([searches[MOST_RANKS, choice].row("full", size, timed=False) for choice in CHOICES])
-    yield f"ranks at least for micro-batch {size}, and in brackets a power of two, by what is recomputed"
-    yield from table_lines("", [f"stage {choice}" for choice in CHOICES], columns)
-    for choice in never:
-        lacks = "; ".join(searches[MOST_RANKS, choice].row("none", size, timed=False).lacks)
-        yield f"stage {choice}, none: {lacks} on {MOST_RANKS:,} ranks"
