@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 43751,
+    "tests": 44492,
     "zero/*.py": 1093,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
@@ -23,13 +23,13 @@ LIMITS = {
     "zero/config": 2191,
     "zero/core": 7060,
     "zero/data": 1076,
-    "zero/engine": 6772,
+    "zero/engine": 6773,
     "zero/kernels": 2017,
     "zero/launch": 4234,
     "zero/memory": 1503,
     "zero/monitor": 1188,
     "zero/optim": 2719,
-    "zero/parallel": 950,
+    "zero/parallel": 955,
     "zero/plan": 1669,
     "zero/recompute": 1245,
     "zero/sizes": 1711,
@@ -38,7 +38,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 96516
+SUM = 97263
 
 
 def parts() -> dict[str, int]:

@@ -357,6 +357,8 @@ class TrainingStep:
                 logger.warning("after an exception the engine could not be made usable: %s", error)
         self._accumulation.restart()
         self.record.clear(done=False)
+        if self.sharing is not None:
+            self.sharing.ended()
 
 
 def _conclude_at_exit(optimizer: ZeroOptimizer) -> None:

@@ -47,9 +47,12 @@ def shifts(module: nn.Module, aligned: tuple[str, ...]) -> bool:
     """
     if "labels" in aligned:
         return False
-    if (loss := getattr(module, "loss_type", None)) is None:
+    loss, name = getattr(module, "loss_type", None), type(module).__name__
+    if loss is None and hasattr(module, "loss_function") and ("LMHead" in name or "CausalLM" in name):
+        loss = "ForCausalLM"  # what transformers falls back on
+    if loss is None:
         raise ValueError(
-            f"sequence_parallel_size: whether {type(module).__name__} shifts its labels is not known; call the "
+            f"sequence_parallel_size: whether {name} shifts its labels is not known; call the "
             'argument targets, aligned with the inputs, or name all that is cut in "zero": {"context": {"cut": [...]}}'
         )
     return loss == "ForCausalLM"

@@ -56,7 +56,9 @@ class _Ring(torch.autograd.Function):
         ctx.turns = turns = _Turns(sequence, masking)
         ctx.scale = scale
         exact = torch.promote_types(query.dtype, torch.float32)
-        out = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=exact, device=query.device)
+        rows, heads, size = query.shape[:3]
+        # Positions outside of heads, as what follows wants them: else it would keep a copy.
+        out = torch.zeros(rows, size, heads, value.shape[-1], dtype=exact, device=query.device).transpose(1, 2)
         lse = torch.full(query.shape[:-1], -torch.inf, dtype=exact, device=query.device)
         for step, parts in turns.parts([key, value]):
             for index, block in step.blocks:
