@@ -99,3 +99,10 @@ def checkpoint(
     folder.publish(target / folder.INDEX, index.to_json())
     folder.publish(root / folder.LATEST, tag + "\n")
     return target
+
+
+def flip(path: Path, place: int) -> None:
+    """One bit of a file, in the byte at `place`, which may count from the end."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)

@@ -13,9 +13,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
+
+from nodes import eventually
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 120  # seconds that no command of these tests takes, unless it hangs
@@ -123,17 +124,7 @@ class Hosts:
 
     def nothing_left(self) -> bool:
         """Whether all that was started has ended, or does within moments."""
-        return until(lambda: not self.left())
-
-
-def until(true: Callable[[], object]) -> bool:
-    """Wait until it is true; False when that does not happen."""
-    end = time.monotonic() + TIMEOUT / 2
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
+        return eventually(lambda: not self.left())
 
 
 def read_until(stream: IO[Any], text: bytes, times: int = 1) -> bytes:

@@ -90,14 +90,14 @@ class Nodes:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's, without what a launcher sets, and `extra`."""
+    """This process's, without what a launcher sets, where this tree and its tests are imported from, and `extra`."""
     kept = {key: value for key, value in os.environ.items() if key not in OURS and key != "LOGLEVEL"}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
     # No GPU, so that the tests mean the same on every machine.
     return {**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **extra}
 
 
-def eventually(holds: Callable[[], bool], seconds: float = _PATIENCE) -> bool:
+def eventually(holds: Callable[[], object], seconds: float = _PATIENCE) -> object:
     """Whether `holds` comes to be so."""
     end = time.monotonic() + seconds
     while not (found := holds()) and time.monotonic() < end:

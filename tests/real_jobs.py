@@ -90,11 +90,12 @@ class Job:
         return End(self.process.returncode, out, err)
 
 
-def only_ranks_have_the_secret(hosts: Nodes, ranks: int) -> None:
-    """See that all ranks have one secret, and that no command line on any host shows it."""
+def only_ranks_have_the_secret(hosts: Nodes, ranks: int) -> str:
+    """See that all ranks have one secret, which is returned, and that no command line on any host shows it."""
     (secret,) = {hosts.rank(rank).environment["ZERO_SECRET"] for rank in range(ranks)}
     assert len(secret) == 64
     assert not [process for process in hosts.processes() if secret in process.words]
+    return secret
 
 
 def command(name: str) -> list[str]:

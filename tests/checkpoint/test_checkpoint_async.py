@@ -17,6 +17,7 @@ import torch.distributed as dist
 from checkpoint_files import engine_of, index_of, same, step, tensors
 from launching import Launchers
 from marks import longer
+from nodes import environment
 from ranks import Pool
 
 BESIDE = {"zero": {"checkpoint": {"async": True}}}
@@ -181,9 +182,8 @@ if sys.argv[2] == "leaves" and world > 1:
 @pytest.mark.long
 def test_the_end_of_the_program_waits_for_the_save(launchers: Launchers, tmp_path: Path) -> None:
     """Also after an exception, and after the process group was destroyed."""
-    here, program = Path(__file__).parents[1], tmp_path / "program.py"
+    program, env = tmp_path / "program.py", environment()
     program.write_text(PROGRAM)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
     command = [sys.executable, str(program), str(tmp_path / "raises"), "raises"]
     alone = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     run = launchers.run("run", "--num_gpus", "2", str(program), str(tmp_path / "leaves"), "leaves", environment=env)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_cases import FORMATS, Case, engine_of, settings, states, step
-from checkpoint_files import same
+from checkpoint_files import flip, same
 from marks import longer
 from models import make_net
 from torch import nn
@@ -38,13 +38,6 @@ def edit(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def file_of(place: Path, kind: str) -> Path:
     return next(place.glob(f"{kind}-00000-*"))
-
-
-def flip(path: Path, where: float = 0.75) -> None:
-    """One bit of it."""
-    data = bytearray(path.read_bytes())
-    data[int(len(data) * where)] ^= 4
-    path.write_bytes(data)
 
 
 def cut(path: Path, to: float = 0.5) -> None:
@@ -190,7 +183,8 @@ def test_what_is_seen_before_reading(tmp_path: Path, whole: Path, what: str) -> 
 def test_a_flipped_bit_tears_the_engine_until_it_loads_again(tmp_path: Path, whole: Path, kind: str) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
-    flip(file_of(folder / TAG, kind))
+    damaged = file_of(folder / TAG, kind)
+    flip(damaged, damaged.stat().st_size * 3 // 4)
     engine = made()
     train(engine)
     what = {"weights": "weight", "masters": "master", "moments": "exp_avg(_sq)?"}[kind]
@@ -228,7 +222,7 @@ def one_rank_reads_damage(case: Case, folder: Path) -> tuple[str, list[str]]:
         engine.save_checkpoint(folder, tag="b")
         if rank == 0:
             path = next((folder / "b").glob("masters-00001-*"))
-            flip(path, 0.5)
+            flip(path, path.stat().st_size // 2)
         dist.barrier()
         with pytest.raises(ValueError, match="are not what was saved") as caught:
             engine.load_checkpoint(folder)

@@ -20,6 +20,7 @@ import pytest
 import torch.distributed as dist
 from checkpoint_files import engine_of, same, step, tensors
 from models import make_net
+from nodes import environment
 from ports import free_port
 from ranks import Pool
 
@@ -126,10 +127,9 @@ def test_a_rank_that_is_killed_or_stops_is_named(tmp_path: Path) -> None:
     }
     folders = {case: tmp_path / f"{case[0]}{case[1]}" for case in cases}
     words = json.dumps([(str(folder), *case, free_port()) for case, folder in folders.items()])
-    here = Path(__file__).parents[1]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
+    command = [sys.executable, "-c", PROGRAM, words]
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, words], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as program:
         try:
             codes = json.loads(program.communicate(timeout=400)[0])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_files import checkpoint
+from checkpoint_files import checkpoint, flip
 from checkpoint_small import Small, engine_of
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -152,9 +152,7 @@ def test_damage_gives_no_model(tmp_path, capsys):
     given, _ = chunks(2)
     folder = checkpoint(tmp_path / "run", given)
     path = next(folder.glob("masters-00001-of-00002*"))
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 8
-    path.write_bytes(data)
+    flip(path, -3)
     out = tmp_path / "model.safetensors"
     with pytest.raises(Damaged, match="master of 'a'"):
         consolidate(folder, out)

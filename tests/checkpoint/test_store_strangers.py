@@ -6,11 +6,11 @@ A job of `zero run` on one machine listens for this machine only, and its secret
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import pytest
 from launching import Launchers
+from nodes import environment
 
 PROGRAM = """
 import os, sys, threading, time
@@ -71,10 +71,9 @@ engine.destroy()
 
 @pytest.mark.long
 def test_what_is_forged_is_named_and_ends_nothing(launchers: Launchers, tmp_path: Path) -> None:
-    here = Path(__file__).parents[1]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
+    variables = environment()
     variables.pop("GLOO_SOCKET_IFNAME", None)
     keys = f"zero/{hashlib.blake2b(b'[0, 1]', digest_size=8).hexdigest()}/1/"  # of the first engine of these ranks
     words = ["--num_gpus", "2", "--log_dir", str(tmp_path / "logs"), str(program), str(tmp_path), keys]

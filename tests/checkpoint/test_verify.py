@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import torch
-from checkpoint_files import checkpoint
+from checkpoint_files import checkpoint, flip
 
 from zero.__main__ import main
 from zero.checkpoint.index import CHUNK, Damaged, Index
@@ -23,12 +23,6 @@ def made(tmp_path: Path) -> Path:
     own[0].append(TensorChunk("exp_avg", "a", 0, (2, half), values.clone()))
     own[1].append(TensorChunk("buffer", "seen", 0, (3,), torch.arange(3)))
     return checkpoint(tmp_path, own)
-
-
-def flip(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
 
 
 def test_every_flipped_bit_is_found(tmp_path):

@@ -122,6 +122,10 @@ OPTIMIZERS = """\
 {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 0.5}}}
     optimizer.params: 'max_grad_norm' is not an argument of the optimizer; set the top-level key gradient_clipping to \
 0.5
+{"optimizer": {"type": "Lamb", "params": {"eps_inside_sqrt": true}}}
+    optimizer.params.eps_inside_sqrt: got true, wanted false; eps is added to the root
+{"optimizer": {"type": "Lamb", "params": {"min_coeff": 2, "max_coeff": 1}}}
+    optimizer.params: got {"min_coeff": 2, "max_coeff": 1}, wanted min_coeff to be at most max_coeff
 {"optimizer": {"type": "Lion", "params": {"eps": 1}}}
     optimizer.params: unknown key 'eps'; known keys: lr, weight_decay, zero, betas
 {"optimizer": {"type": "SGD", "params": {"momentun": 1}}}
@@ -212,6 +216,62 @@ every rank; set the stage to 3, or leave it out
 ranks, keep one of the two
 """
 
+OFFLOAD = """\
+{"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}
+    zero_optimization.offload_optimizer.device: got 'cpu' with zero_optimization.stage 0, where every rank keeps and \
+updates all state; set the stage to 1, 2 or 3
+{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+    zero_optimization.offload_param.device: got 'cpu' with zero_optimization.stage 2, which keeps whole parameters on \
+the device; set the stage to 3, or leave offload_param out
+{"zero_optimization": {"stage": 0, "cpu_offload": true}}
+    zero_optimization.offload_optimizer.device: got 'cpu' with zero_optimization.stage 0, where ...
+{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": "half"}}}
+    zero_optimization.offload_optimizer.ratio: got 'half', wanted a number from 0 to 1, or 'auto'
+{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}}
+    zero_optimization.offload_optimizer.ratio: got 1.5, wanted a number from 0 to 1, or 'auto'
+{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": true}}}
+    zero_optimization.offload_optimizer.ratio: got true, wanted a number from 0 to 1, or 'auto'
+{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": null}}}
+    zero_optimization.offload_optimizer.nvme_path: is missing; device 'nvme' needs a folder on a fast local drive
+{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
+    zero_optimization.offload_param.nvme_path: is missing; device 'nvme' needs a folder on a fast local drive
+{"zero_optimization": {"stage": 2, "offload_optimizer": {"zero": {"update": "gpu"}}}}
+    zero_optimization.offload_optimizer.zero.update: got 'gpu' with offload_optimizer.device 'none', where state is ...
+{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "zero": {"update": "tpu"}}}}
+    zero_optimization.offload_optimizer.zero.update: got 'tpu', wanted one of 'host', 'gpu', 'auto'
+"""
+
+RUNS = """\
+{"zero": {"recompute": {"policy": "selective"}}}
+    zero.recompute.modules: is missing; name classes or paths of modules, such as ['Block']
+{"zero": {"recompute": {"modules": ["Block"], "policy": "auto"}}}
+    zero.recompute.budget: is missing; policy 'auto' fits activations into it, such as '12 GiB'
+{"zero": {"recompute": {"modules": ["Block"], "budget": 5}}}
+    zero.recompute.budget: got 5; only policy 'auto' has one, leave it out
+{"zero": {"recompute": {"modules": ["Block"], "products": 2}}}
+    zero.recompute.products: got 2; policy 'full' keeps no products, leave it out
+{"zero": {"recompute": {"modules": ["Block"], "policy": "none"}}}
+    zero.recompute.policy: got 'none', wanted one of 'full', 'selective', 'auto'
+{"zero": {"recompute": {"modules": ["Block"], "every": 0}}}
+    zero.recompute.every: got 0, wanted an integer of at least 1
+{"zero": {"recompute": {"modules": ["Block"], "budget": "12 GB/s"}}}
+    zero.recompute.budget: got '12 GB/s', wanted a number of bytes above 0, such as 1073741824 or '1 GiB'
+{"zero": {"recompute": {"modules": ["Block"], "polices": "full"}}}
+    zero.recompute: unknown key 'polices'; did you mean 'policy'?
+{"zero": {"profile": {"steps": [4, 2]}}}
+    zero.profile.steps: got [4, 2], wanted the first step and then the last, such as [10, 12]
+{"zero": {"profile": {"dir": "x"}}}
+    zero.profile.steps: is missing; give the first and the last step of the trace, such as [10, 12]
+{"zero": {"profile": {"steps": [0, 2]}}}
+    zero.profile.steps: got [0, 2], wanted a list of two integers of at least 1, as [10, 12]
+{"graph_harvesting": true, "zero_optimization": {"stage": 3}}
+    graph_harvesting: got true with zero_optimization.stage 3, which gathers parameters inside of a micro-batch; ...
+{"graph_harvesting": true, "zero": {"recompute": {"modules": ["Block"]}}}
+    graph_harvesting: got true with zero.recompute, which sets random numbers back inside of a backward; keep ...
+{"graph_harvesting": true, "flops_profiler": {"enabled": true}}
+    graph_harvesting: got true with flops_profiler.enabled, which counts what modules do when they are called; ...
+"""
+
 
 def errors(source, world_size=1) -> str:
     with pytest.raises(ConfigError) as caught:
@@ -220,7 +280,9 @@ def errors(source, world_size=1) -> str:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"), cases(KEYS + BATCH_SIZES + VALUES + OPTIMIZERS + PRECISION + SHARDS), ids=lambda text: text[:60]
+    ("given", "told"),
+    cases(KEYS + BATCH_SIZES + VALUES + OPTIMIZERS + PRECISION + SHARDS + OFFLOAD + RUNS),
+    ids=lambda text: text[:60],
 )
 def test_what_is_said(given, told):
     ranks, start, keys = given.partition("{")
@@ -267,11 +329,14 @@ def test_syntax_error_names_the_line(tmp_path):
 def test_duplicate_keys(tmp_path):
     path = tmp_path / "zero.json"
     path.write_text('{"train_batch_size": 8, "train_batch_size": 8, "bf16": {"enabled": true, "enabled": false}}')
-    assert errors(path) == (
-        f"in {path}:\n"
-        "key 'train_batch_size' is given twice (8, then 8); keep one\n"
-        "bf16: key 'enabled' is given twice (true, then false); keep one"
+    with pytest.raises(ConfigError) as caught:
+        load(path, 1)
+    assert caught.value.source == str(path)
+    assert caught.value.errors == (
+        "key 'train_batch_size' is given twice (8, then 8); keep one",
+        "bf16: key 'enabled' is given twice (true, then false); keep one",
     )
+    assert str(caught.value) == "\n".join([f"in {path}:", *caught.value.errors])
 
 
 @pytest.mark.parametrize("kind", ARGUMENTS)
@@ -321,13 +386,3 @@ def test_only_rank_zero_speaks(said, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     load({"train_batch_size": 8, "zero_optimisation": {}}, 1)
     assert said() == []
-
-
-def test_error_holds_its_lines_and_its_source(tmp_path):
-    path = tmp_path / "zero.json"
-    path.write_text('{"train_batch_size": 8, "bf16": {"enabled": 2}}')
-    with pytest.raises(ConfigError) as caught:
-        load(path, 1)
-    assert caught.value.errors == ("bf16.enabled: got 2, wanted true or false",)
-    assert caught.value.source == str(path)
-    assert str(caught.value) == f"in {path}:\nbf16.enabled: got 2, wanted true or false"

@@ -141,6 +141,3 @@ def test_who_adds_up(json: dict[str, Any], per_node: int, dtype: torch.dtype, tr
     assert all(map(torch.equal, sums, here if way.startswith(OURS) else there))
     if travel != torch.float32:
         assert not all(map(torch.equal, here, there))  # so that the above says something
-
-
-# --- the fake -----------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zero
-from zero.config.errors import ConfigError
 from zero.engine.graphs import LIMIT, GraphedModule
 
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
@@ -314,19 +313,6 @@ def test_a_backward_whose_forward_is_gone_is_refused():
             training.engine.backward(first)
         training.step(training.call(1))
         training.end()
-
-
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ({"zero_optimization": {"stage": 3}}, "graph_harvesting: got true with zero_optimization.stage 3"),
-        ({"zero": {"recompute": {"modules": ["Block"]}}}, "graph_harvesting: got true with zero.recompute"),
-        ({"flops_profiler": {"enabled": True}}, "graph_harvesting: got true with flops_profiler.enabled"),
-    ],
-)
-def test_what_has_no_graphs_is_refused(more, why):
-    with pytest.raises(ConfigError, match=why):
-        zero.initialize(model=make_net(), config=config(1, 1, graph_harvesting=True) | more)
 
 
 def test_without_a_gpu_it_changes_nothing(caplog):

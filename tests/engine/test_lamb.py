@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 from marks import longer
-from models import config, make_net
 from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu
 from oracle import Training, near
 from scenario import Record, differences, run, same
 from torch import nn
 
-import zero
 from zero.optim import lamb
 
 STEPS, PARTS = 3, 4
@@ -87,16 +85,3 @@ def test_bits_depend_neither_on_ranks_nor_on_places_nor_on_the_form_of_masters(p
     (wanted,) = pool.run(1, trained, 0, {}, master="fp32", moments="8bit")
     for found in pool.run(world, trained, stage, section, moments="8bit"):
         assert not differences(found, wanted, "weights")
-
-
-@pytest.mark.parametrize(
-    ("params", "said"),
-    [
-        ({"eps_inside_sqrt": True}, r"optimizer\.params\.eps_inside_sqrt: got true, wanted false"),
-        ({"min_coeff": 2, "max_coeff": 1}, "min_coeff to be at most max_coeff"),
-        ({"max_coef": 1}, "did you mean 'max_coeff'"),
-    ],
-)
-def test_wrong_arguments_are_said(params, said):
-    with pytest.raises(ValueError, match=said):
-        zero.initialize(model=make_net(), config=config(0, 1, optimizer={"type": "Lamb", "params": params}))

@@ -6,17 +6,16 @@ import gc
 import io
 import logging
 import math
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import batch, config, make_net, share
+from nodes import environment
 from ranks import listening
 from scenario import run
 from tqdm import tqdm
@@ -24,7 +23,6 @@ from tqdm import tqdm
 import zero
 from zero.log import logger
 
-ROOT = Path(__file__).parents[2]
 LINE = re.compile(
     r"step (?P<step>\d+) \| (loss (?P<loss>\S+) \| )?norm (?P<norm>\S+) \| lr (?P<lr>[^|]+) \| "
     r"(loss scale (?P<scale>\S+) \| )?(skipped (?P<skipped>\d+) \| )?(loss not finite (?P<bad>\d+) \| )?"
@@ -166,8 +164,8 @@ def test_a_progress_bar_is_not_torn(monkeypatch):
 )
 def test_the_environment_says_what_is_logged(asked, wanted):
     text = "from zero.log import logger, set_level; set_level('info'); logger.info('told'); logger.warning('wrong')"
-    environment = {**os.environ, "ZERO_LOG": asked, "PYTHONPATH": str(ROOT), "RANK": "0"}
-    ended = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=True)
+    given = environment(ZERO_LOG=asked, RANK="0")
+    ended = subprocess.run([sys.executable, "-c", text], env=given, capture_output=True, text=True, check=True)
     assert ended.stderr.splitlines() == wanted
 
 

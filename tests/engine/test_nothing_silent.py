@@ -165,14 +165,13 @@ def test_ranks_that_are_fed_the_same_batch_are_warned_of_once():
     assert all(line.startswith("ranks 0, 1 were fed the same first batch") for line in lines["same"])
 
 
-@pytest.mark.parametrize(("calls", "ranks", "count"), [(False, 2, 1), (True, 2, 0), (False, 1, 0)])
-def test_a_job_that_never_calls_initialize_is_warned_of_once(launchers: Launchers, tmp_path, calls, ranks, count):
+def test_a_job_that_calls_initialize_is_not_warned_that_none_does(launchers: Launchers, tmp_path):
+    """One that does not is: tests/launch/test_launch.py."""
     script = tmp_path / "script.py"
-    script.write_text(f"import os\nif {calls}: open(os.environ['{INITIALIZED}'], 'w')\nprint(os.environ['ZERO_LOG'])")
-    ended = launchers.run("run", "-q", "--num_gpus", str(ranks), str(script), environment={**os.environ})
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("none called zero.initialize()") == count
-    assert ended.stdout.count("warning") == ranks, "-q quiets the ranks, too"
+    script.write_text(f"import os\nopen(os.environ['{INITIALIZED}'], 'w')\nprint(os.environ['ZERO_LOG'])")
+    ended = launchers.run("run", "-q", "--num_gpus", "2", str(script), environment={**os.environ})
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.count("warning") == 2, "-q quiets the ranks, too"
 
 
 def test_initialize_leaves_the_sign_that_the_launcher_looks_for(monkeypatch, tmp_path):

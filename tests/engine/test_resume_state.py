@@ -170,6 +170,9 @@ def test_the_window_and_the_data_go_on_with_accumulation(micro, tmp_path):
 
 
 def test_the_loss_scale_goes_on_with_the_optimizer(tmp_path):
+    """And so does what is left of the hysteresis, of which the first overflow took one."""
+    patient = {"fp16": FP16["fp16"] | {"loss_scale_window": 5, "hysteresis": 2}}
+    assert len({seen[1] for seen in interrupted(tmp_path / "patient", lambda: make(**patient))[::3]}) > 2
     wanted = interrupted(tmp_path, lambda: make(**FP16))
     assert len({seen[1] for seen in wanted[::3]}) > 2, "the scale does not move"
     other = make(**FP16)

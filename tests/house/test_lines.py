@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44492,
+    "tests": 44246,
     "zero/*.py": 1093,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
@@ -38,7 +38,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 97263
+SUM = 97017
 
 
 def parts() -> dict[str, int]:

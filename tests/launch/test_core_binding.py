@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from nodes import environment
 
 from zero.__main__ import main
 
-ROOT = Path(__file__).parents[2]
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 SHOW = """
 import json, os, sys
@@ -31,12 +31,9 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 def launched(tmp_path: Path, *flags: str, threads: str | None = None) -> list[dict]:
     script = tmp_path / "script.py"
     script.write_text(SHOW)
-    kept = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    if threads is not None:
-        environment["OMP_NUM_THREADS"] = threads
     command = [sys.executable, "-m", "zero", "run", *flags, str(script), "a b", "$x"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    there = environment(**({"OMP_NUM_THREADS": threads} if threads else {}))
+    ended = subprocess.run(command, env=there, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     found = [json.loads(line) for line in ended.stdout.splitlines()]
     return sorted(found, key=lambda one: int(one["RANK"]))

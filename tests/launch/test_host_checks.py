@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_hosts import TIMEOUT, Hosts, until
-from ports import free_port
+from fake_hosts import TIMEOUT, Hosts
+from nodes import eventually
 
 from zero.launch.remote.preflight import MARK, versions
 
@@ -22,11 +22,6 @@ GOOD = REAL + 'exec sh -c "$1"'
 def edited(expression: str) -> str:
     """A host that runs the command line as `sed` changes it."""
     return REAL + f'exec sh -c "$(printf %s "$1" | sed {shlex.quote(expression)})"'
-
-
-@pytest.fixture
-def port() -> int:
-    return free_port()
 
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
@@ -113,17 +108,7 @@ def test_stopped_while_looking(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, "n1", "n2")
     hosts.host("n2", "sleep 968 & sleep 969")
     process = hosts.start("run", "-H", "H", "t.py")
-    assert until(lambda: hosts.calls().count("preflight") == 2)
+    assert eventually(lambda: hosts.calls().count("preflight") == 2)
     process.send_signal(signal.SIGINT)
     assert hosts.finish(process)[0] == 130
     assert hosts.nothing_left()
-
-
-def test_hosts_that_are_well_start(tmp_path: Path, port: int) -> None:
-    hosts = Hosts(tmp_path, "n1", "n2")
-    hosts.host("n1", "echo welcome; echo 'no mail' >&2\n" + GOOD)
-    hosts.host("n2", GOOD)
-    words = ["run", "-H", "H", "--master_addr", "127.0.0.1", "--master_port", str(port), "t.py"]
-    status, out, err = hosts.zero(*words)
-    assert (status, out.count("started\n"), err) == (0, 2, "no mail\n")
-    assert hosts.calls().count("zero.launch.remote.preflight") == 2

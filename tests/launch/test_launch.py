@@ -225,20 +225,6 @@ def test_dry_run_prints_and_starts_nothing(zero, tmp_path, script):
     assert not (tmp_path / "ran it").exists()
 
 
-def test_missing_script_is_said_before_anything_starts(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["run", "nope.py"]) == 2
-    assert capsys.readouterr().err == f"zero run: error: there is no script 'nope.py' in {tmp_path}\n"
-    assert main(["run", "--module", "nope.there"]) == 2
-    assert "there is no module 'nope'" in capsys.readouterr().err
-    assert main(["run", "--no_python", "nope-program"]) == 2
-    assert "there is no program 'nope-program' in PATH" in capsys.readouterr().err
-    assert main(["run", "--num_nodes", "2", __file__]) == 2
-    assert capsys.readouterr().err == (
-        "zero run: error: --num_nodes: got 2, but there is this machine only; name others with --hostfile\n"
-    )
-
-
 def test_a_module_of_an_editable_installation_is_found(monkeypatch):
     """Such an installation may be no folder of the Python path, but a finder."""
 
@@ -272,31 +258,6 @@ def test_what_starts_ranks_without_a_gpu_or_none_at_all_imports_no_torch(args):
     )
     ended = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        (["--num_gpus", "0"], "got '0', wanted an integer of at least 1"),
-        (["--master_port", "70000"], "got '70000', wanted a port from 1 to 65535"),
-        (["--module", "--no_python"], "not allowed with argument"),
-        (["--launcher", "impi"], "got 'impi', wanted one of ssh, slurm, openmpi, mpich"),
-        (["--launcher_args", "'"], "which no shell would split: No closing quotation"),
-    ],
-)
-def test_arguments_are_checked(args, text, capsys):
-    with pytest.raises(SystemExit):
-        main(["run", *args, __file__])
-    assert text in capsys.readouterr().err
-
-
-def test_a_log_folder_that_cannot_be_made_is_said_before_anything_starts(zero, tmp_path, script):
-    (tmp_path / "file").touch()
-    ended = zero("run", "--num_gpus", "1", "--log_dir", str(tmp_path / "file"), script("print('ran')"))
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.endswith(
-        f"zero run: error: --log_dir: cannot make a folder in {tmp_path / 'file'}: File exists\n"
-    )
 
 
 def test_a_long_line_of_a_rank_stays_one_line_and_a_bar_that_moves_becomes_lines(zero, tmp_path, script):

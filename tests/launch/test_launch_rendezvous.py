@@ -7,12 +7,12 @@ import json
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 
 import pytest
+from nodes import eventually
 from ports import free_port
 
 from zero.launch.hosts.host_world import Host, HostWorld
@@ -46,13 +46,6 @@ def terms(**more: float) -> Terms:
     return Terms(WORLD, secret=SECRET, **more)
 
 
-def until(holds: Callable[[], object]) -> object:
-    end = time.monotonic() + 120
-    while not (found := holds()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return found
-
-
 def first_host(given: Terms, where: tuple[str, int]) -> tuple[RendezvousServer, RendezvousClient]:
     server = RendezvousServer(given, where)
     return server, RendezvousClient(given, 0, where, server)
@@ -75,7 +68,7 @@ def met(given: Terms, nodes: tuple[int, ...] = (1, 2)) -> Iterator[tuple[Rendezv
 
 def test_who_does_not_come_is_named():
     with met(terms(patience=3.0), nodes=(2,)) as (_, _, members):
-        assert until(lambda: all(member.end for member in members))
+        assert eventually(lambda: all(member.end for member in members))
         assert {member.end.text for member in members} == {"host b did not come within 3 s"}
         assert (members[0].end.node, members[0].end.status) == (0, 1)
 
@@ -84,7 +77,7 @@ def test_a_first_host_that_does_not_answer_is_named():
     port = free_port()
     member = RendezvousClient(terms(patience=0.3), 1, ("127.0.0.1", port))
     member.open()
-    assert until(lambda: member.end)
+    assert eventually(lambda: member.end)
     assert member.end.text == f"host a, at 127.0.0.1:{port}, did not answer within 0 s"
     member.close()
 
@@ -92,15 +85,15 @@ def test_a_first_host_that_does_not_answer_is_named():
 @pytest.mark.parametrize("came", [False, True])
 def test_hosts_start_without_one_that_the_launcher_has_lost_and_that_one_ends(came):
     with met(terms(min_nodes=2), nodes=(1, 2) if came else (1,)) as (_, _, members):
-        assert until(lambda: not came or all(member.run_id for member in members))
+        assert eventually(lambda: not came or all(member.run_id for member in members))
         members[0].relay({"kind": "lost", "node": 2, "text": "ssh: Connection refused", "status": 255})
         for member in members[:2]:
-            assert until(lambda member=member: member.run_id)
+            assert eventually(lambda member=member: member.run_id)
             member.ready(0)
-        assert until(lambda: all(member.attempt() for member in members[:2]))
+        assert eventually(lambda: all(member.attempt() for member in members[:2]))
         assert [host.name for host in members[0].started.world.hosts] == ["a", "b"]
         for member in members[2:]:
-            assert until(lambda member=member: member.end)
+            assert eventually(lambda member=member: member.end)
             assert (member.end.node, member.end.status) == (None, 129)
 
 
@@ -108,15 +101,15 @@ def test_who_does_not_belong_is_refused_and_the_others_go_on():
     with met(terms(), nodes=(1,)) as (server, where, members):
         stranger = RendezvousClient(terms(restarts=5), 2, where)
         twin = RendezvousClient(terms(), 1, where)
-        assert until(lambda: server.addresses)  # one has come
+        assert eventually(lambda: server.addresses)  # one has come
         for other, text in ((stranger, "another hostfile"), (twin, "--node_rank 1 is or was part of the job")):
             other.open()
-            assert until(lambda other=other: other.end)
+            assert eventually(lambda other=other: other.end)
             assert text in other.end.text and other.end.status == 2
             other.close()
         late = RendezvousClient(terms(), 2, where)
         late.open()
-        assert until(lambda: all(member.run_id for member in (*members, late)))
+        assert eventually(lambda: all(member.run_id for member in (*members, late)))
         late.close()
 
 
@@ -169,7 +162,7 @@ def test_strangers_end_nothing_and_learn_nothing(said, impatient):
         stack.callback(spied.close)
         stack.callback(last.close)
         spied.open()
-        assert until(lambda: server.addresses)
+        assert eventually(lambda: server.addresses)
         number = b"".join(sent).partition(b"\n")[0] + b"\n"
         forged = json.dumps({"kind": "end", "text": "forged", "status": 3, "signal": 15}).encode() + b"\n"
         spoken = {
@@ -198,15 +191,15 @@ def test_strangers_end_nothing_and_learn_nothing(said, impatient):
         assert NOTHING.fullmatch(heard(crowd[0]))
         last.open()
         members = (first, spied, last)
-        assert until(lambda: all(member.run_id for member in members))
+        assert eventually(lambda: all(member.run_id for member in members))
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(where)
         for member in members:
             member.ready(0)
-        assert until(lambda: all(member.started for member in members))
+        assert eventually(lambda: all(member.started for member in members))
         for member in members:
             member.done()
-        assert until(lambda: all(member.over for member in members))
+        assert eventually(lambda: all(member.over for member in members))
         assert said == []
 
 
@@ -224,7 +217,7 @@ def test_who_poses_as_the_first_host_learns_nothing_and_is_not_believed(said):
     other = RendezvousClient(terms(), 2, where)
     first.open()
     other.open()
-    assert until(lambda: all(one.run_id for one in (first, member, other)))
+    assert eventually(lambda: all(one.run_id for one in (first, member, other)))
     assert said == [
         f"waiting for host a, at 127.0.0.1:{where[1]}; who answers there does not show that it has this job's secret "
         "(ZERO_SECRET)"

@@ -22,13 +22,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from launching import Launched, Launchers
+from nodes import environment
 
 HERE = Path(__file__).parents[1]
-
-
-def environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def lines(path: Path) -> list[list[str]]:
@@ -50,7 +46,9 @@ def killed(tmp_path_factory, request) -> Killed:
     alone = 50 if kills == 10 else 210  # steps of the uninterrupted run
     words = (tmp_path_factory.mktemp("kills"), kills, seed, alone)
     command = [sys.executable, str(HERE / "kills.py"), *map(str, words)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=450 + 10 * kills)
+    done = subprocess.run(
+        command, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=450 + 10 * kills
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     losses, *attempts = map(json.loads, done.stdout.splitlines())
     print(f"{len(attempts)} kills, seed {seed}: {sum(one['torn'] for one in attempts)} in the middle of a save")
@@ -80,7 +78,9 @@ def test_each_attempt_goes_on_with_the_losses_of_the_uninterrupted_run(killed):
 def launch(launchers: Launchers, folder: Path, ranks: int, steps: int, *options: str) -> Launched:
     folder.mkdir(exist_ok=True)
     program = [str(HERE / "recovering.py"), str(folder), str(steps), "2"]
-    return launchers.start("run", "--num_gpus", str(ranks), *options, *program, environment=environment())
+    return launchers.start(
+        "run", "--num_gpus", str(ranks), *options, *program, environment=environment(OMP_NUM_THREADS="1")
+    )
 
 
 def ended(process: Launched, restarts: int = 0) -> str:

@@ -7,15 +7,14 @@ import errno
 import importlib.util
 import re
 import sys
-import time
 import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import config, make_net
+from nodes import eventually
 from ranks import listening
 from scenario import Record, run, same
 
@@ -64,13 +63,6 @@ def train(steps: int, *sinks: Any, values: Any = None, stage: int = 0, **more: A
         return loss
 
     return run("net", stage, steps, loop=loop, **more)
-
-
-def waiting_for(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def named(sink: Sink, name: str) -> list[tuple[float, int]]:
@@ -124,7 +116,7 @@ def test_events_of_the_scripts_own_reach_those_that_are_there():
         engine.monitor.add(sink)
     assert engine.monitor.enabled
     engine.monitor.write_events([("first", 1.0, 1)])
-    waiting_for(lambda: sinks[0].closed)
+    assert eventually(lambda: sinks[0].closed)
     engine.monitor.add(sinks[2])
     engine.monitor.write_events([("second", 2.0, 2)])
     engine.destroy()
@@ -149,7 +141,7 @@ def test_what_was_told_is_on_the_drive_without_a_further_step(tmp_path, monkeypa
     engine, *_ = zero.initialize(model=make_net(), config=config(0, 1, csv_monitor=section))
     engine.monitor.write_events([("Eval/a", 0.25, 8), ("Eval/a", 0.5, 16)])
     path = tmp_path / "job" / "Eval_a.csv"
-    waiting_for(lambda: path.exists() and table(path) == [["step", "a"], ["8", "0.25"], ["16", "0.5"]])
+    assert eventually(lambda: path.exists() and table(path) == [["step", "a"], ["8", "0.25"], ["16", "0.5"]])
     engine.destroy()
 
 

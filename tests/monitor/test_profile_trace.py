@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import config, make_net
 from scenario import run, same
 
-import zero
 from zero.monitor.timeline import exposed, kernel_spans
 
 VERBS = {"gather", "reduce", "sum", "update", "release"}
@@ -61,19 +59,6 @@ def test_what_moves_off_the_device_has_names_too(device: str, tmp_path: Path) ->
     where = {"device": device, "nvme_path": str(tmp_path)}
     moves = {"copy"} if device == "cpu" else {"copy", "wait read", "write"}
     check(3, tmp_path, VERBS | moves, section={"offload_optimizer": where, "offload_param": where})
-
-
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
-        ({"steps": [4, 2]}, r"zero\.profile\.steps: got \[4, 2\], wanted the first step and then the last"),
-        ({"dir": "x"}, r"zero\.profile\.steps: is missing"),
-        ({"steps": [0, 2]}, r"zero\.profile\.steps: .*wanted a list of two integers of at least 1"),
-    ],
-)
-def test_steps_that_are_none_are_refused(section: dict[str, Any], said: str) -> None:
-    with pytest.raises(zero.ConfigError, match=said):
-        zero.initialize(model=make_net(), config=config(0, 1, zero={"profile": section}))
 
 
 def event(name: str, begin: int, end: int, stream: int, kind: Any = torch.autograd.DeviceType.CUDA) -> SimpleNamespace:

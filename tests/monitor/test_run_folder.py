@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launching import ROOT
 from models import config, make_net, share
+from nodes import environment
 from ranks import listening
 
 import zero
@@ -152,6 +152,7 @@ def test_a_full_disk_is_one_warning(tmp_path):
 OUTLIVED = """
 import os, sys, time
 from pathlib import Path
+sys.path.append(sys.argv[2])
 from test_run_folder import train
 engine, _ = train(Path(sys.argv[1]), 5)
 time.sleep(0.3)
@@ -161,9 +162,8 @@ time.sleep(0.3)
 @pytest.mark.long
 @pytest.mark.parametrize(("last", "status"), [("os.kill(os.getpid(), 9)", None), ("1 / 0", "failed"), ("", "ended")])
 def test_what_was_written_outlives_the_process(tmp_path, last, status):
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
-    words = [sys.executable, "-c", OUTLIVED + last, str(tmp_path)]
-    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, check=False, timeout=120)
+    words = [sys.executable, "-c", OUTLIVED + last, str(tmp_path), str(Path(__file__).parent)]
+    done = subprocess.run(words, env=environment(), check=False, timeout=120)
     assert done.returncode == {None: -signal.SIGKILL, "failed": 1, "ended": 0}[status]
     written = lines(tmp_path)
     assert [line["step"] for line in written if line["event"] == "step"] == [1, 2, 3, 4, 5]

@@ -151,23 +151,6 @@ def test_what_does_not_fit_is_refused(aio: Aio, tmp_path: Path, tensor: Tensor, 
             begin(file, tensor, offset)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"threads": 0}, "threads: got 0"),
-        ({"queue_depth": 0}, "queue_depth: got 0"),
-        ({"queue_depth": 1 << 20}, "queue_depth: got 1048576; wanted 1 to 4096"),
-        ({"block_size": 0}, "block_size: got 0"),
-        ({"block_size": ALIGN + 512}, "block_size: got 4608; wanted a multiple of 4096 from 4096 to"),
-        ({"block_size": 1 << 40}, "block_size: got 1099511627776"),
-        ({"backend": "libaio"}, "backend: got 'libaio'"),
-    ],
-)
-def test_wrong_arguments(arguments: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Aio(**arguments)
-
-
 def test_closed_ones_are_refused(aio: Aio, tmp_path: Path) -> None:
     file = ScratchFile(tmp_path, 64 * BLOCK, "state")
     data = noise(file.nbytes)

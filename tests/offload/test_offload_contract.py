@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from marks import longer
 from models import config, make_net, share, step
-from offload_cases import BOTH, HALF, OPTIMIZER, PARAMS, as_on_a_gpu, same, slow_down
+from offload_cases import BOTH, HALF, OPTIMIZER, as_on_a_gpu, same, slow_down
 from ranks import listening
 from torch import nn
 
 import zero
-from zero.config import ConfigError, load
 
 Found = list[torch.Tensor]
 
@@ -200,18 +199,3 @@ def test_states_that_are_away_already_are_refused():
     with pytest.raises(RuntimeError, match=r"zero_optimization\.offload_param"):
         engine.offload_states()
     engine.destroy()
-
-
-@pytest.mark.parametrize(
-    ("section", "path"),
-    [
-        ({"stage": 0, **OPTIMIZER}, "zero_optimization.offload_optimizer.device"),
-        ({"stage": 2, **PARAMS}, "zero_optimization.offload_param.device"),
-        ({"stage": 0, "cpu_offload": True}, "zero_optimization.offload_optimizer.device"),
-    ],
-)
-def test_places_that_a_stage_cannot_use_are_errors(section, path):
-    with pytest.raises(ConfigError) as raised:
-        load({"train_batch_size": 1, "zero_optimization": section}, 1)
-    assert raised.value.errors[0].startswith(f"{path}: got 'cpu' with zero_optimization.stage")
-    assert "set the stage to" in raised.value.errors[0]

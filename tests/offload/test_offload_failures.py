@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,12 @@ import torch.distributed as dist
 from fake_hosts import read_until
 from marks import longer
 from models import config, make_net, share, step
+from nodes import environment, eventually
 from offload_cases import BOTH, GPU, OPTIMIZER, as_on_a_gpu
 from ranks import said_by
 from torch import nn
 
 import zero
-
-ROOT = Path(__file__).parents[2]
 
 
 def fail_at_second(engine: Any) -> None:
@@ -88,13 +85,6 @@ def updaters() -> int:
     return sum(thread.name.startswith("zero-updates") for thread in threading.enumerate())
 
 
-def settled(wanted: int) -> int:
-    end = time.monotonic() + 60
-    while updaters() != wanted and time.monotonic() < end:
-        time.sleep(0.02)
-    return updaters()
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [3, *longer(1)])
 def test_each_engine_has_one_thread_which_ends_with_it(stage):
@@ -106,10 +96,10 @@ def test_each_engine_has_one_thread_which_ends_with_it(stage):
             step(engines[each], number)
     assert updaters() == 2
     engines.pop().destroy()
-    assert settled(1) == 1
+    assert eventually(lambda: updaters() == 1)
     engines.clear()
     gc.collect()
-    assert settled(0) == 0
+    assert eventually(lambda: updaters() == 0)
 
 
 PROGRAM = """
@@ -150,29 +140,27 @@ if how == "read" and dist.is_initialized():
 """
 
 
-def environment(tmp_path: Path) -> tuple[str, dict[str, str]]:
-    """The program's file, and what it needs to find its modules."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    return str(program), os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    """The program's file."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return str(tmp_path / "program.py")
 
 
 @pytest.mark.long
-def test_a_rank_may_read_what_another_has_still_to_send_when_its_program_ends(launchers, tmp_path):
-    program, variables = environment(tmp_path)
-    ended = launchers.run("run", "--num_gpus", "2", program, "read", "2", environment=variables)
+def test_a_rank_may_read_what_another_has_still_to_send_its_program_ends(launchers, program):
+    ended = launchers.run("run", "--num_gpus", "2", program, "read", "2", environment=environment())
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "read True" in ended.stdout
     assert "half updated" not in ended.stdout + ended.stderr
 
 
-def test_an_exception_or_ctrl_c_may_end_a_program_while_updates_run(tmp_path):
+def test_an_exception_or_ctrl_c_may_end_a_program_while_updates_run(program):
     """Ctrl-C while a forward waits for an update."""
-    program, variables = environment(tmp_path)
     pipe, both = subprocess.PIPE, {}
     for how in ("raise", "interrupt"):
         command = [sys.executable, program, how, "1"]
-        both[how] = subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe)
+        both[how] = subprocess.Popen(command, env=environment(), stdout=pipe, stderr=pipe)
     try:
         read_until(both["interrupt"].stdout, b"stepped\n")
         both["interrupt"].send_signal(signal.SIGINT)

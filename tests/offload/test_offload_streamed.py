@@ -6,7 +6,6 @@ And `"ratio": "auto"` keeps what fits on the device, alike on all ranks, says so
 from __future__ import annotations
 
 import logging
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from test_exceptions import in_backward
 import zero
 import zero.core.ratio
 import zero.core.streaming
-from zero.config import ConfigError, load
 from zero.memory.update_costs import UpdateRates
 
 STREAMED = {"offload_optimizer": GPU}
@@ -91,8 +89,6 @@ def test_checkpoints_and_edits_pass_through_as_from_elsewhere(tmp_path):
 
 
 def test_what_cannot_be_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"zero\.update: got 'gpu' with offload_optimizer\.device 'none'"):
-        engine_of({"offload_optimizer": {"zero": {"update": "gpu"}}})
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"zero\.update: got 'gpu', and this rank computes on 'cpu'.*'auto'"):
             engine_of(STREAMED)
@@ -101,8 +97,6 @@ def test_what_cannot_be_is_refused(tmp_path):
         engine_of(STREAMED, **torchs)
     with as_on_a_gpu(), pytest.raises(ValueError, match=r"zero\.update: got 'gpu' with LAMB"):
         engine_of(STREAMED, optimizer={"type": "Lamb", "params": {"lr": 1e-3}})
-    with pytest.raises(ConfigError, match=r"zero\.update: got 'tpu', wanted one of 'host', 'gpu', 'auto'"):
-        engine_of({"offload_optimizer": {"device": "cpu", "zero": {"update": "tpu"}}})
 
 
 @pytest.mark.parametrize(
@@ -252,20 +246,3 @@ def test_nothing_stays_where_host_and_device_share_one_memory(pool):
     (first, (message,)), (second, _) = pool.run(2, auto, [1 << 40, 1 << 40], "cpu", "")
     assert first.seen == second.seen == [[False] * 4]
     assert "state takes the same memory on either side. Chosen: ratio 1, 0 parameters" in message
-
-
-def section(ratio: Any) -> dict[str, Any]:
-    return {
-        "train_batch_size": 1,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": ratio}},
-    }
-
-
-def test_the_key_takes_a_number_or_the_word():
-    for value, kept in (("auto", "auto"), (0.5, 0.5), (1, 1.0)):
-        assert load(section(value), 1).zero_optimization.offload_optimizer.ratio == kept
-    for wrong in ("half", 1.5, -0.1, True, None, math.nan):
-        wanted = "zero_optimization.offload_optimizer.ratio: got .*, wanted a number from 0 to 1, or 'auto'"
-        with pytest.raises(ConfigError, match=wanted):
-            load(section(wrong), 1)

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from zero.config import ConfigError, load
 from zero.core import comm
 from zero.recompute.modules import Recomputed
 
@@ -274,22 +273,3 @@ def test_modules_that_are_not_there_are_named():
         assert refused({"modules": modules}) == said
     said = "zero.recompute.modules: 'blocks' is a ModuleList, which has no forward; name the modules in it"
     assert refused({"modules": ["blocks"]}) == said
-
-
-@pytest.mark.parametrize(
-    ("section", "error"),
-    [
-        ({"policy": "selective"}, "zero.recompute.modules: is missing; name classes or paths of modules, such as "),
-        ({**FULL, "policy": "auto"}, "zero.recompute.budget: is missing; policy 'auto' fits activations into it"),
-        ({**FULL, "budget": 5}, "zero.recompute.budget: got 5; only policy 'auto' has one, leave it out"),
-        ({**FULL, "products": 2}, "zero.recompute.products: got 2; policy 'full' keeps no products, leave it out"),
-        ({**FULL, "policy": "none"}, "zero.recompute.policy: got 'none', wanted one of 'full', 'selective', 'auto'"),
-        ({**FULL, "every": 0}, "zero.recompute.every: got 0, wanted an integer of at least 1"),
-        ({**FULL, "budget": "12 GB/s"}, "zero.recompute.budget: got '12 GB/s', wanted a number of bytes above 0"),
-        ({**FULL, "polices": "full"}, "zero.recompute: unknown key 'polices'; did you mean 'policy'?"),
-    ],
-)
-def test_what_does_not_fit_together_is_said(section, error):
-    with pytest.raises(ConfigError) as caught:
-        load({"train_batch_size": 8, "zero": {"recompute": section}}, 1)
-    assert caught.value.errors[0].startswith(error)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import subprocess
 import textwrap
@@ -17,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launching import ROOT, Launchers
+from launching import Launchers
 from marks import longer
 from models import WIDTH, Block, config, make_net, share
 from nodes import environment
-from planted import BF16, ERRORS, MODELS, Dropping, alarms, planted, verdicts
+from planted import ERRORS, MODELS, Dropping, alarms, planted, verdicts
 from scenario import run, same
 from torch import nn
 
@@ -34,14 +33,10 @@ from zero.tools.check.runs import CheckRun, RunKind
 
 CLIPS = "torch.nn.utils.clip_grad_norm_(p, 1)"
 FEW = {"steps": 2, "accumulations": (1,)}
-FORMS = {
-    "AdamW, clipped": {"gradient_clipping": 0.5},
-    "bf16": BF16,
+FORMS = {  # beside those of tests/planted.py
     "autocast, sent in bf16": {"torch_autocast": {"enabled": True}, "communication_data_type": "bf16"},
-    "Lion": {"optimizer": {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}},
     "LAMB": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}}},
     "Muon": {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}},
-    "8bit moments": {**BF16, "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "zero": {"moments": "8bit"}}}},
 }
 
 
@@ -219,13 +214,12 @@ Command = Callable[..., subprocess.CompletedProcess]
 @pytest.fixture
 def command(launchers: Launchers, tmp_path: Path) -> Command:
     """`zero check` on a script; the words are its own and, before "script", the command's."""
-    more = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "CUDA_VISIBLE_DEVICES": ""}
 
     def run(text: str, *args: str) -> subprocess.CompletedProcess:
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(text))
         words = (str(path) if arg == "script" else arg for arg in args)
-        given = environment(OMP_NUM_THREADS="1", **more)
+        given = environment(OMP_NUM_THREADS="1")
         return launchers.run("check", "--nproc", "1", *words, environment=given, seconds=400)
 
     return run

@@ -6,14 +6,14 @@ Real processes, which can be killed and stopped; tests/divergence.py is the prog
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
+import divergence
 import pytest
 from divergence import CASES, TIMEOUT, WORLD
+from nodes import environment
 
 from zero.watchdog.hang_detector import SAYS, TICK
 
@@ -26,12 +26,8 @@ UNIT = re.compile(r"waited for the (gather|reduce) of unit '(<root>|embed|head|b
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | None, str]]:
     """Exit code (None: had to be killed at the end) and output by case and rank, as `kill-0`."""
     folder = tmp_path_factory.mktemp("divergence")
-    here = Path(__file__).parents[1]
-    path = os.pathsep.join([str(here.parent), str(here)])
-    command = [sys.executable, str(here / "divergence.py"), str(folder)]
-    ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=400, check=False
-    )
+    command = [sys.executable, divergence.__file__, str(folder)]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 0, ended.stderr
     codes = json.loads((folder / "codes.json").read_text())
     names = [f"{name}-{rank}" for name in CASES for rank in range(WORLD)]

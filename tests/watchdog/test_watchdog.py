@@ -7,9 +7,7 @@ host has gone on from, is named as one of the host is.
 from __future__ import annotations
 
 import gc
-import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from fake_nccl import on_fake_nccl
 from launching import Launchers
 from models import batch, config, make_net, share
+from nodes import environment, eventually
 from ranks import Pool, said_by
 from stand_in_device import DEVICE
 
@@ -31,9 +30,7 @@ def watchers() -> int:
 
 def settled(wanted: int) -> int:
     """The number of threads, once it is `wanted` or after some seconds."""
-    end = time.monotonic() + 60
-    while watchers() != wanted and time.monotonic() < end:
-        time.sleep(0.05)
+    eventually(lambda: watchers() == wanted, 60)
     return watchers()
 
 
@@ -66,7 +63,7 @@ def test_threads_end_with_the_process_group() -> None:
 
 def test_a_world_of_one_starts_no_thread() -> None:
     engine, *_ = zero.initialize(model=make_net(), config=config(3, 1))
-    assert watchers() == 0
+    assert settled(0) == 0, "those of tests before have ended"
     engine.destroy()
 
 
@@ -151,10 +148,8 @@ sys.stdout.write(f"trained {engine.global_steps}\\n")
 @pytest.mark.long
 def test_forked_workers_and_a_program_that_just_ends_do_no_harm(launchers: Launchers, tmp_path: Path) -> None:
     """Without destroy(): the process ends by itself, with exit code 0."""
-    here = Path(__file__).parents[1]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    path = os.pathsep.join([str(here.parent), str(here)])
-    ended = launchers.run("run", "--num_gpus", "2", str(program), environment=os.environ | {"PYTHONPATH": path})
+    ended = launchers.run("run", "--num_gpus", "2", str(program), environment=environment())
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (ended.stdout + ended.stderr).count("trained 8") == 2
