@@ -15,8 +15,8 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44246,
-    "zero/*.py": 1093,
+    "tests": 44141,
+    "zero/*.py": 1084,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
     "zero/compat": 1079,
@@ -25,7 +25,7 @@ LIMITS = {
     "zero/data": 1076,
     "zero/engine": 6773,
     "zero/kernels": 2017,
-    "zero/launch": 4234,
+    "zero/launch": 4210,
     "zero/memory": 1503,
     "zero/monitor": 1188,
     "zero/optim": 2719,
@@ -34,11 +34,11 @@ LIMITS = {
     "zero/recompute": 1245,
     "zero/sizes": 1711,
     "zero/tiled": 601,
-    "zero/tools": 4953,
+    "zero/tools": 4772,
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 97017
+SUM = 96698
 
 
 def parts() -> dict[str, int]:
