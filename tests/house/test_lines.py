@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44141,
+    "tests": 44190,
     "zero/*.py": 1084,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
@@ -33,12 +33,12 @@ LIMITS = {
     "zero/plan": 1669,
     "zero/recompute": 1245,
     "zero/sizes": 1711,
-    "zero/tiled": 601,
-    "zero/tools": 4772,
+    "zero/tiled": 599,
+    "zero/tools": 4778,
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 96698
+SUM = 96751
 
 
 def parts() -> dict[str, int]:

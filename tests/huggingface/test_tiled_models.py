@@ -99,7 +99,8 @@ def trained(stage: int, tied: bool, *calls: Any, **json: Any) -> Record:
         engine.backward(loss := engine(input_ids=inputs[0], labels=inputs[0]).loss)
         return loss
 
-    data = Model(build, lambda number, part: batch(1000 * part + number, 2))
+    apart = 0 if "sequence_parallel_size" in json else 1000  # between the samples of ranks
+    data = Model(build, lambda number, part: batch(apart * part + number, 2))
     return run(data, {"stage": stage, "cut": True, **json}, loop=step)
 
 
@@ -111,6 +112,16 @@ def test_training_has_the_bits_of_plain_training(stage: int, tied: bool) -> None
     calls = zero.tile_loss, lambda model: zero.tile_mlp(model, "LlamaMLP")
     for more in ({}, recompute):
         assert differences(trained(stage, tied, *calls, **more), trained(stage, tied)) == []
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_share_a_sequence_train_so_too() -> None:
+    """Each has `shift_labels` of its piece. The factor of its loss is no power of two, so gradients are rounded."""
+    more = {"sequence_parallel_size": 2, "train_batch_size": 2}
+    calls = zero.tile_loss, lambda model: zero.tile_mlp(model, "LlamaMLP")
+    ours, theirs = trained(3, True, *calls, **more), trained(3, True, **more)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
+    assert ours.norms == pytest.approx(theirs.norms, rel=1e-6)
 
 
 def test_logits_are_never_whole() -> None:

@@ -3,6 +3,7 @@ pay."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import textwrap
@@ -18,10 +19,13 @@ import zero
 from zero.__main__ import main
 from zero.config import load
 from zero.config.override import apply
+from zero.launch.args.planning import add_plan
 from zero.sizes.choice import CHOICES, StageChoice
 from zero.sizes.cost import POLICIES, shape_cost
+from zero.sizes.estimate import DEFAULT
 from zero.sizes.rates import DEVICES
 from zero.sizes.shape import Shape
+from zero.tools.plan.plan_command import PlannedModel, _check
 from zero.tools.plan.search import Search, Setup
 
 SMALL = ["plan", "--params", "2e7", "--sequence", "64", "--device", "a100"]
@@ -47,6 +51,23 @@ def test_the_table_names_what_is_best(capsys: pytest.CaptureFixture) -> None:
     assert len([line for line in whole.splitlines() if re.match(r"[0-3](,.*)?  ", line)]) > 4 * len(rows)
     heads = {name for line in whole.splitlines() if line.startswith("stage  ") for name in re.split("  +", line)}
     assert {"peak", "host", "drive", "parameters", "activations", "in host", "host link", "drive link"} < heads
+
+
+def test_ranks_that_share_sequences_hold_what_attention_exchanges(tmp_path: Path) -> None:
+    parser, ring = argparse.ArgumentParser(), tmp_path / "ring.json"
+    add_plan(parser)
+    ring.write_text(json.dumps(DEFAULT | {"zero": {"context": {"mode": "ring"}}}))
+    held = []
+    for words in ((), ("--cp", "4"), ("--sp", "4", "--config", str(ring))):
+        given = parser.parse_args([*SMALL[1:], "--world", "8", *words])
+        _check(given)
+        setup = PlannedModel(given).setup()
+        assert (setup.ranks, setup.settings.world_size) == (8, 2 if words else 8)
+        assert any("attention's messages" in note for note in setup.cost.notes) == bool(words)
+        held.append([(unit.working, unit.saved["full"]) for unit in setup.cost.units])
+    for (working, stream), ulysses, ring in zip(*held, strict=True):
+        assert (ulysses, ring) == ((working + 4 * stream, stream), (working + 2 * stream, stream))
+    assert any(stream for _, stream in held[0])
 
 
 def test_what_does_not_fit_says_why(capsys: pytest.CaptureFixture) -> None:
@@ -152,6 +173,7 @@ def test_without_a_number_of_ranks_powers_of_two_are_compared(capsys: pytest.Cap
             "layers: got 1,666,667, wanted at most 1,024, as 2e+07 parameters of width 1 make; give the",
         ),
         (["--device", "measured"], "--world: --device measured wants the number of ranks"),
+        (["--world", "6", "--cp", "4"], "sequence_parallel_size: got 4, wanted a divisor of world size 6"),
         (["--world", "3", "--nodes", "2"], "--nodes: got 2, wanted a divisor of the 3 ranks of --world"),
         (["--world", "2,4", "--nodes", "2"], "--nodes: wants one number of ranks, in --world"),
         (["--json"], "--json: wants one number of ranks, in --world"),

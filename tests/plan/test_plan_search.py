@@ -86,6 +86,21 @@ def test_a_batch_that_is_given_stays() -> None:
     assert {row.accumulation for row in free} == {3} and len({row.micro_batch for row in free}) > 4
 
 
+@settings(deadline=None, max_examples=40)
+@given(choice=CHOSEN, policy=POLICY, shared=st.sampled_from([2, 4]), size=st.integers(1, 64))
+def test_ranks_that_share_a_sequence_have_a_part_of_its_activations(
+    choice: StageChoice, policy: str, shared: int, size: int
+) -> None:
+    """State is cut over all of them, as if each had samples of its own; a batch has fewer samples."""
+    alone, together = Search(setup(), choice), Search(setup(sequence_parallel_size=shared), choice)
+    whole, part = alone.row(policy, size), together.row(policy, size * shared)
+    assert (part.device, part.host, part.inputs_on_host) == (whole.device, whole.host, whole.inputs_on_host)
+    assert (part.peak, part.step.step) == (pytest.approx(whole.peak), pytest.approx(whole.step.step))
+    assert part.sets["train_batch_size"] == whole.sets["train_batch_size"]
+    assert together.largest(policy) // shared == alone.largest(policy)
+    assert load(apply(together.setup.settings.raw, part.sets), 8).summed == 8
+
+
 # What travels.
 
 

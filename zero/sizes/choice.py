@@ -72,7 +72,7 @@ def scheme_of(
     """
     section, zero = settings.zero_optimization, settings.zero
     sharding = Sharding.of_stage(choice.stage, settings.reduces_each, settings.managed_gradient_accumulation)
-    parts = (choice.shard_size or settings.world_size) if sharding.optim else 1
+    parts = (choice.shard_size or settings.summed) if sharding.optim else 1
     cut = sharding.params and (parts > 1 or choice.params != DEVICE)
     accumulate, travel = settings.data_types.grad_accum_dtype or "fp32", settings.communication_data_type
     state, limits = section.offload_optimizer, Limits.of_section(section)
@@ -82,9 +82,9 @@ def scheme_of(
     collected = accumulation > 1 and not sharding.grads
     sent = travel or (accumulate if collected else settings.compute_dtype)
     coded = cut and parts > 1 and section.zero_quantized_weights, parts > 1 and section.zero_quantized_gradients
-    together = per_host is None or (parts if parts > 1 else settings.world_size) <= per_host
+    together = per_host is None or (parts if parts > 1 else settings.summed) <= per_host
     native = mirrored and not coded[1] and ITEMSIZE[sent] > summed_here(zero.reduce, together)
-    rounded = accumulation == 1 and (settings.world_size == 1 or native) and zero.reduce != "tree" and travel is None
+    rounded = accumulation == 1 and (settings.summed == 1 or native) and zero.reduce != "tree" and travel is None
     found = uses(
         [unit.anchor for unit in units],
         [sum(spec.numel for spec in unit.params) for unit in units],
@@ -94,7 +94,7 @@ def scheme_of(
     return Scheme(
         sharding=sharding,
         parts=parts,
-        replicas=settings.world_size // parts,
+        replicas=settings.summed // parts,
         secondary=choice.secondary,
         formats=formats,
         accumulation=accumulation,

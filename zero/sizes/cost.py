@@ -68,7 +68,7 @@ class ModelCost:
         """Bytes that units keep on the device from forward to backward; `logits_saved` comes on top."""
         return micro_batch * sum(unit.saved[policy] for unit in self.units)
 
-    def on_host(self, policy: str = "none", micro_batch: int = 1) -> float:
+    def on_host(self, policy: str = "none", micro_batch: float = 1) -> float:
         """Bytes that units keep in host memory meanwhile."""
         return micro_batch * sum(unit.on_host(policy) for unit in self.units)
 

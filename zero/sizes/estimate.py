@@ -207,7 +207,7 @@ def units_of(model: nn.Module | Shape, settings: Config, alignment: int = ALIGNM
         if settings.optimizer is not None and settings.optimizer.type.lower() == "muon":
             specs = [spec._replace(group=0 if spec.ndim == 2 and "blocks" in spec.name else 1) for spec in specs]
         alignment = wire_alignment(alignment, settings.zero_optimization)
-        return plan_units(model.tree(), specs, settings.world_size, settings.zero.units, alignment)
+        return plan_units(model.tree(), specs, settings.summed, settings.zero.units, alignment)
     from torch import nn
 
     from zero.core.leaf import mark_leaf_modules
@@ -218,7 +218,7 @@ def units_of(model: nn.Module | Shape, settings: Config, alignment: int = ALIGNM
     leaf = settings.zero_optimization.leaf_module
     mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
     groups = [group["params"] for group in _groups(model, settings)]
-    return plan_module(model, groups, settings.world_size, settings, alignment)
+    return plan_module(model, groups, settings.summed, settings, alignment)
 
 
 def state_row(units: Sequence[UnitPlan], settings: Config, scheme: Scheme, choice: StageChoice) -> PlanRow:

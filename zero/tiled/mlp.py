@@ -23,7 +23,6 @@ def tile_mlp(model: nn.Module, *modules: str, positions: int = 4096) -> nn.Modul
 
     Such a module treats each position by itself, and maps one tensor [..., positions, features] to another. Other
     arguments are cut alike if they are tensors that begin with the same sizes; else they go to every slice.
-
     Gradients of weights are added up over slices, the last one first, in the dtype of the weight; all else has the bits
     of the whole where a matrix product adds up a slice in the order of the whole. Dropout draws slice by slice.
     A second call changes `positions`. Raises ValueError for names without a module, and for containers.
@@ -56,8 +55,7 @@ def _in_slices(module: nn.Module, forward: Callable[..., Any], positions: int, /
     for size, *inputs in zip(sizes, *parted, strict=True):
         # Many modules view their input as [tokens, features]. Only in a batch is this a copy, and kept in its place.
         near = [each.contiguous() if cut else each for each, cut in zip(inputs, cuts, strict=True)]
-        own_args, own_kwargs = tree_unflatten(near, structure)
-        part = recomputed(forward, own_args, own_kwargs, module=module)
+        part = recomputed(forward, *tree_unflatten(near, structure), module=module)
         if not isinstance(part, Tensor) or part.shape[: dim + 1] != (*before, size):
             found = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
             raise ValueError(f"tile_mlp: a {type(module).__name__} returned {found}; wanted {(*before, size)} + (...)")

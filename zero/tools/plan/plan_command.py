@@ -118,12 +118,11 @@ def _check(given: argparse.Namespace) -> None:
     """Raise ValueError for flags that mean nothing or would have no effect, before anything takes time."""
     if given.groups or (given.model is not None and given.params is not None):
         raise ValueError("a model, --params and --groups: one of them at a time")
-    for axis in (*AXES, "sp", "ep"):
+    if shared := by_axis({axis: size for axis in ("cp", "sp") if (size := getattr(given, axis))}).get("cp"):
+        given.config = read(given.config or DEFAULT).values | {"sequence_parallel_size": shared}
+    for axis in ("tp", "pp", "dp_shard", "dp_replicate", "ep"):
         if getattr(given, axis) not in (None, 1):
-            raise ValueError(
-                f"--{axis.replace('_', '-')}: the memory is that of data-parallel ranks; leave it out, or say "
-                "zero.shard_size in the configuration"
-            )
+            raise ValueError(f"--{axis.replace('_', '-')}: it is not planned; leave it out, or say zero.shard_size")
     if given.device == "measured" and not given.world:
         raise ValueError("--world: --device measured wants the number of ranks that are to be measured")
     _ranks_per_host(given)
@@ -183,6 +182,11 @@ class PlannedModel:
         """What the search is made for."""
         settings = _settings(self._given)
         cost, per_host = self._cost(settings), _ranks_per_host(self._given)
+        if settings.sequence_parallel_size > 1:  # beside the rest are q, k, v and the result, or another rank's k and v
+            held = {"ulysses": 4, "ring": 2}[settings.zero.context.mode]
+            units = (replace(it, working=it.working + held * it.recomputable * it.saved["full"]) for it in cost.units)
+            notes = (*cost.notes, "The time of attention's messages is not counted.")
+            cost = replace(cost, units=tuple(units), notes=notes)
         if self._given.device != "measured":
             return Setup(self.model, cost, settings, _rates_of(self._given.device), per_host)
         rates, note = self._measured(settings, cost)
@@ -200,7 +204,7 @@ class PlannedModel:
         """Of this machine, and a note on whose FLOP/s they are: the model's own, where it fits on it and runs."""
         from zero.tools.plan.rank_rates import measured
 
-        ranks, dtype = settings.world_size, settings.autocast_dtype or settings.compute_dtype
+        ranks, dtype = settings.summed, settings.autocast_dtype or settings.compute_dtype
         why = "there is no model to run"
         if self.inputs is not None:
             from zero.sizes.model_trace import samples_in

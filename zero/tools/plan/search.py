@@ -36,7 +36,7 @@ _STEPS = 2, 4  # that are simulated: without state off the device, whose updates
 class Setup:
     """What a plan is made for: a model and what it costs, the configuration, and machines.
 
-    settings: whose world size is the number of ranks; per_host: ranks on each host; mirrored: whether the device has
+    settings: of a world whose ranks may share sequences; per_host: ranks on each host; mirrored: whether the device has
     memory of its own and NCCL, or is the host.
     """
 
@@ -50,11 +50,12 @@ class Setup:
     @property
     def ranks(self) -> int:
         """How many there are."""
-        return self.settings.world_size
+        return self.settings.summed
 
     def on(self, ranks: int) -> Setup:
         """The same with so many ranks, which change the layout of a unit only."""
-        other = replace(self, settings=self.settings.model_copy(update={"world_size": ranks}))
+        data = {"world_size": ranks // self.settings.sequence_parallel_size}
+        other = replace(self, settings=self.settings.model_copy(update=data))
         alignment = wire_alignment(self.formats.alignment, self.settings.zero_optimization)
         other.__dict__["units"] = tuple(unit.on(ranks, alignment) for unit in self.units)
         return other
@@ -169,8 +170,8 @@ class Search:
         # By whether several micro-batches make a step: how many there are changes nothing of these.
         self._states: dict[bool, tuple[PlanRow, Moves]] = {}
         per_rank = setup.settings.raw.get("train_batch_size")
-        rest = per_rank % setup.ranks if isinstance(per_rank, int) else 1
-        self._samples = None if rest else per_rank // setup.ranks
+        rest = per_rank % setup.settings.world_size if isinstance(per_rank, int) else 1
+        self._samples = None if rest else per_rank // setup.settings.world_size
 
     def sizes(self, policy: str) -> list[int]:
         """Micro-batches to try: powers of two, the configuration's and the largest; the smallest where none fits."""
@@ -190,10 +191,11 @@ class Search:
         """What so many samples in one forward of one rank take and send, and whether they fit."""
         setup, cost, accumulation = self.setup, self.setup.cost, self._accumulation(micro_batch)
         state, moves = self._state(accumulation)
-        on_host = cost.on_host(policy, micro_batch)
+        part = micro_batch / setup.settings.sequence_parallel_size  # samples of it for one rank
+        on_host = cost.on_host(policy, part)
         inputs = Links(host_link=2 * accumulation * on_host * setup.mirrored)
         alive = max(nbytes for at, nbytes, _ in cost.moments(policy) if at != LOSS)
-        kinds = {"activations": micro_batch * alive, "logits": micro_batch * cost.logits}
+        kinds = {"activations": part * alive, "logits": part * cost.logits}
         row = replace(
             state,
             device=state.device._replace(**{kind: int(nbytes) for kind, nbytes in kinds.items()}),
@@ -201,9 +203,9 @@ class Search:
             micro_batch=micro_batch,
             accumulation=accumulation,
             inputs_on_host=on_host,
-            peak=max(state + sample * micro_batch for state, sample in self._moments(policy, accumulation)),
+            peak=max(state + sample * part for state, sample in self._moments(policy, accumulation)),
             links=sum_of(inputs, moves.links(accumulation)),
-            step=self._step(policy, micro_batch, accumulation),
+            step=self._step(policy, part, accumulation),
             sets=_sets(setup, self.choice, policy, micro_batch, accumulation),
         )
         return replace(row, lacks=tuple(_lacks(setup, row)))
@@ -258,14 +260,14 @@ class Search:
             left = [(setup.room - state - host, sample + away) for state, sample in moments]
         if any(room < 0 for room, _ in left):
             return -1.0
-        return min(room / sample for room, sample in left if sample)
+        return setup.settings.sequence_parallel_size * min(room / sample for room, sample in left if sample)
 
-    def _step(self, policy: str, micro_batch: int, accumulation: int) -> Prediction:
+    def _step(self, policy: str, samples: float, accumulation: int) -> Prediction:
         setup = self.setup
         state, moves = self._state(accumulation)
         costs = {unit.name: unit for unit in setup.cost.units}
-        times = [self._computed(part, costs.pop(at, None), policy, micro_batch) for at, part in moves.by_unit]
-        times += [self._computed(UnitTimes(), unit, policy, micro_batch) for unit in costs.values()]
+        times = [self._computed(part, costs.pop(at, None), policy, samples) for at, part in moves.by_unit]
+        times += [self._computed(UnitTimes(), unit, policy, samples) for unit in costs.values()]
         section, scheme = setup.settings.zero_optimization, moves.scheme
         numel = sum(unit.layout.numel for unit in moves.units) // max(1, len(moves.units))
         ahead = max(1, scheme.limits.ahead // max(1, numel)) if scheme.limits.ahead else 0
@@ -275,7 +277,7 @@ class Search:
         norm += setup.rates.latency if setup.ranks > 1 else 0.0  # ranks tell each other their parts of it
         return predict(times, norm, pace, same, _STEPS[any(unit.update or unit.bring for unit in times)])
 
-    def _computed(self, times: UnitTimes, unit: UnitCost | None, policy: str, samples: int) -> UnitTimes:
+    def _computed(self, times: UnitTimes, unit: UnitCost | None, policy: str, samples: float) -> UnitTimes:
         """With the seconds of the device. What is recomputed is written and read again, whatever its FLOPs; and inputs
         that go to the host and come back do so beside the next unit, of which they may take longer."""
         if unit is None:
@@ -323,7 +325,7 @@ def _sets(setup: Setup, choice: StageChoice, policy: str, micro_batch: int, accu
     """The keys of the JSON of a row, as far as the configuration does not say them by silence."""
     settings, section = setup.settings, setup.settings.zero_optimization
     sets = _PLAIN | {
-        "train_batch_size": micro_batch * accumulation * setup.ranks,
+        "train_batch_size": micro_batch * accumulation * settings.world_size,
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "zero_optimization.stage": choice.stage,

@@ -53,7 +53,7 @@ def _cells(setup: Setup, row: PlanRow) -> dict[str, str]:
 
 def tokens(setup: Setup, row: PlanRow) -> float:
     """Per second and rank."""
-    return setup.cost.sequence / pace_of(row)
+    return setup.cost.sequence / setup.settings.sequence_parallel_size / pace_of(row)
 
 
 class MessageShare(NamedTuple):

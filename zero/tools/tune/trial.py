@@ -159,7 +159,7 @@ class TriedRun(AssignedRun):
             cost = trace(model, inputs_of(model, args, kwargs), settings, device)
         except ValueError as error:
             return {"error": str(error)}
-        setup = Setup(model, cost, settings, rates, settings.world_size, device != "cpu")
+        setup = Setup(model, cost, settings, rates, settings.summed, device != "cpu")
         own, space = own_choice(settings), self._trial.space
         policies = [setup.policy]
         if "recomputation" in space and any(unit.recomputable for unit in cost.units):
