@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zero.config.file import File
-from zero.config.keys import sections
+from zero.config.file import File, sections
 from zero.config.optimizers import ARGUMENTS
 from zero.config.schema import descriptions
 from zero.config.unavailable import Idle, Unavailable

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero.config.errors import dotted
-from zero.config.keys import sections
+from zero.config.file import sections
 from zero.config.unavailable import Idle, Unavailable
 
 

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from zero.launch.args import checkpoint as checkpoint_args
-from zero.launch.args import planning as planning_args
 from zero.launch.args import run as run_args
 from zero.launch.args import scripts as script_args
+from zero.launch.args import tools as tool_args
 from zero.launch.contract import CLOSED_PIPE
 
 
@@ -63,8 +62,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     ends = "The exit status is 1 when there is a problem. What is installed, and how fast it is, zero report says."
     commands.add_parser("doctor", help=about, description=f"{about}. {ends}", allow_abbrev=False)
     about = "print the memory that a model takes per rank, or the groups of ranks along each axis"
-    planning_args.add_plan(commands.add_parser("plan", help=about, description=about, allow_abbrev=False))
-    checkpoint_args.add_commands(commands)
+    tool_args.add_plan(commands.add_parser("plan", help=about, description=about, allow_abbrev=False))
+    tool_args.add_checkpoints(commands)
     return parser, commands
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from zero.config import Config, ConfigError, load
 from zero.config.batch import Batch, resolve
-from zero.config.file import File
-from zero.config.keys import names, sections
+from zero.config.file import File, names, sections
 from zero.config.optimizers import ARGUMENTS, States, torch_reason
 from zero.config.override import override
 from zero.config.schema import descriptions

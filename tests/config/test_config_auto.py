@@ -11,7 +11,7 @@ from models import config, make_net
 
 import zero
 from zero.config import ConfigError, load
-from zero.config.keys import sections
+from zero.config.file import sections
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 MICRO = {"train_micro_batch_size_per_gpu": 1}

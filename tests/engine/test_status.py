@@ -17,7 +17,7 @@ from models import config, make_net
 import zero
 from zero.compat.getters import DeepSpeedGetters
 from zero.config import ConfigError, load
-from zero.config.keys import sections
+from zero.config.file import sections
 
 TEXT = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
 KEYS = "Keys of the JSON"

@@ -15,20 +15,20 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44190,
-    "zero/*.py": 1084,
+    "tests": 44189,
+    "zero/*.py": 1083,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
     "zero/compat": 1079,
-    "zero/config": 2191,
+    "zero/config": 2189,
     "zero/core": 7060,
     "zero/data": 1076,
     "zero/engine": 6773,
     "zero/kernels": 2017,
-    "zero/launch": 4210,
+    "zero/launch": 4206,
     "zero/memory": 1503,
     "zero/monitor": 1188,
-    "zero/optim": 2719,
+    "zero/optim": 2710,
     "zero/parallel": 955,
     "zero/plan": 1669,
     "zero/recompute": 1245,
@@ -38,7 +38,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 96751
+SUM = 96734
 
 
 def parts() -> dict[str, int]:

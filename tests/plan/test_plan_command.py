@@ -19,7 +19,7 @@ import zero
 from zero.__main__ import main
 from zero.config import load
 from zero.config.override import apply
-from zero.launch.args.planning import add_plan
+from zero.launch.args.tools import add_plan
 from zero.sizes.choice import CHOICES, StageChoice
 from zero.sizes.cost import POLICIES, shape_cost
 from zero.sizes.estimate import DEFAULT

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from zero.config.file import File
-from zero.config.keys import sections
+from zero.config.file import File, sections
 from zero.config.optimizers import ARGUMENTS
 from zero.config.unavailable import Idle, Unavailable, enabled, given
 from zero.config.values import Section

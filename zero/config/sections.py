@@ -5,8 +5,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from zero.config.monitor_sections import Alarm
-from zero.config.profile_sections import Profile
+from zero.config.monitor_sections import Alarm, Profile
 from zero.config.unavailable import ALWAYS_ON, NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, false
 from zero.config.values import (
     Bool,

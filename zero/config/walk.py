@@ -8,8 +8,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from zero.config.errors import dotted, show
-from zero.config.file import File
-from zero.config.keys import hint, section_of
+from zero.config.file import File, hint, section_of
 from zero.config.unavailable import Idle, Unavailable, lookup
 from zero.config.values import WANTED, Section
 from zero.config.zero_section import ZeroOptimization

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero.config.profile_sections import CommsLogger
+from zero.config.monitor_sections import CommsLogger
 from zero.log import logger
 from zero.monitor.module_calls import Stamp, ended, seconds
 from zero.watchdog.events import Events

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zero.config.profile_sections import FlopsProfiler
+from zero.config.monitor_sections import FlopsProfiler
 from zero.core.torch_private import backward_task
 from zero.log import logger
 from zero.monitor.module_calls import ModuleCalls, Stamp, now, seconds

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zero.config.profile_sections import Profile
+from zero.config.monitor_sections import Profile
 from zero.core.sharded_module import ShardedModule
 from zero.core.torch_private import all_threads, profiler_runs
 from zero.log import logger

@@ -50,13 +50,9 @@ class Schedule(abc.ABC):
     def __post_init__(self) -> None:
         self.optimizer = _torch_optimizer(self.optimizer)
         for name, kind in get_type_hints(type(self), include_extras=True).items():
-            value = getattr(self, name)
-            if kind == PerGroupOrOwn and value is None:
-                setattr(self, name, self._group_lrs())
-            elif kind in (PerGroup, PerGroupOrOwn):
-                setattr(self, name, self._per_group(name, value))
-            elif name != "optimizer":
-                setattr(self, name, _checked(name, kind, value))
+            if name != "optimizer":
+                value = _checked(name, kind, getattr(self, name))
+                setattr(self, name, self._per_group(name, value) if kind in (PerGroup, PerGroupOrOwn) else value)
         self._adjust()
         if self.last_batch_iteration == -1:
             self._write()
@@ -97,13 +93,13 @@ class Schedule(abc.ABC):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _per_group(self, name: str, value: Any) -> list[float]:
-        """One number per parameter group: from a list of that length, or a single number for all."""
+        """One number per parameter group: a list of that length, a single number for all, or None for their own."""
         count = len(self.optimizer.param_groups)
-        if not isinstance(value, (list, tuple)):
-            return [_checked(name, NotNegative, value)] * count
+        if not isinstance(value, list):
+            return self._group_lrs() if value is None else [value] * count
         if len(value) != count:
             raise ScheduleError(f"{name}: wanted one number, or {count} (one per group), got {value!r}")
-        return [_checked(f"{name}[{i}]", NotNegative, item) for i, item in enumerate(value)]
+        return value
 
     def _write(self) -> None:
         self._last_lr = self.get_lr()
@@ -393,25 +389,20 @@ def schedule_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
     types |= get_type_hints(cls, include_extras=True) if cls in _OURS.values() else {}
     for key, value in params.items():
         try:
-            _check_value(key, types.get(key, Any), value)
+            _checked(key, types.get(key, Any), value)
         except ScheduleError as error:
             lines.append(f"scheduler.params.{error}")
     return lines
 
 
-def _check_value(name: str, kind: Any, value: Any) -> None:
-    """Raise ScheduleError if the value is not of this kind; the number of parameter groups is unknown here."""
-    if kind not in (PerGroup, PerGroupOrOwn):
-        _checked(name, kind, value)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _checked(f"{name}[{index}]", NotNegative, item)
-    elif value is not None or kind == PerGroup:
-        _checked(name, NotNegative, value)
-
-
 def _checked(name: str, kind: Any, value: Any) -> Any:
     """`value` as a parameter of this kind; a ScheduleError says what was wanted."""
+    if kind in (PerGroup, PerGroupOrOwn):
+        if isinstance(value, (list, tuple)):
+            return [_checked(f"{name}[{i}]", NotNegative, item) for i, item in enumerate(value)]
+        if value is None and kind == PerGroupOrOwn:
+            return None
+        kind = NotNegative
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:

@@ -7,7 +7,7 @@ import torch
 from deepspeed._names import finder
 from torch import nn
 
-from zero.config.profile_sections import FlopsProfiler
+from zero.config.monitor_sections import FlopsProfiler
 from zero.engine.profiles import peak
 from zero.monitor.flops import FlopsProfile, si
 from zero.sizes.recorder import FORMULAS
