@@ -31,7 +31,7 @@ FLOORS = {
         2: "kernels watchdog compat.bitsandbytes",
         3: "memory",
         4: "core",
-        5: "parallel optim data checkpoint recompute monitor compat.mpu compat.getters",
+        5: "parallel examples optim data checkpoint recompute monitor compat.mpu compat.getters",
         6: "sizes tiled compat.deepspeed_files compat.import_deepspeed",
         7: "engine utils checkpointing",
         8: "tools",

@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44189,
+    "tests": 44243,
     "zero/*.py": 1083,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
@@ -24,6 +24,7 @@ LIMITS = {
     "zero/core": 7060,
     "zero/data": 1076,
     "zero/engine": 6773,
+    "zero/examples": 99,
     "zero/kernels": 2017,
     "zero/launch": 4206,
     "zero/memory": 1503,
@@ -38,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 96734
+SUM = 96887
 
 
 def parts() -> dict[str, int]:

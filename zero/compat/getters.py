@@ -123,7 +123,7 @@ class DeepSpeedGetters:
     @property
     def dp_world_size(self) -> int:
         """Ranks that see different samples."""
-        return self.world_size
+        return self._metrics.axis.size
 
     @property
     def local_rank(self) -> int:

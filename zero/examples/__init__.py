@@ -1,0 +1,1 @@
+"""Short programs to read; tests compare the engine with them."""
