@@ -1,25 +1,21 @@
-"""Does data parallelism pay? One process beside 2 and 4 ranks, three sizes of model: measured, planned, and said.
+"""Does data parallelism pay? One process beside 2 and 4 ranks, three sizes of model: measured and planned.
 
     python benchmarks/pays.py --kept pays.jsonl --seconds 200     # again and again, until benchmarks/pays.md is written
 
 Each rank has the same micro-batch and one thread, so that n ranks do n times the work. The speedup is that of tokens
-per second beside a single process; more ranks pay where it is at least 1 + (n - 1) / 2. It is measured, as `zero plan`
-simulates it with rates that are measured right before for each number of ranks, and as the last lines of the report say
-it of the very ranks that were measured. The share of communication is by how much a step is longer than one without
-messages: measured, of as many ranks that train each alone at the same time; planned, of a simulated step; in the
-report, what a rank waits for messages.
+per second beside a single process; more ranks pay where it is at least 1 + (n - 1) / 2. It is measured, and simulated
+by `zero plan` with rates that are measured right before for each number of ranks. The share of communication is by how
+much a step is longer than one without messages: measured, of as many ranks that train each alone at the same time;
+planned, of a simulated step.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import re
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +33,7 @@ from zero.sizes.model_trace import trace
 from zero.sizes.rates import Rates
 from zero.tools.plan.rank_rates import measured
 from zero.tools.plan.search import Search, Setup
-from zero.tools.plan.table import waits
-from zero.tools.report import pays as said
-from zero.tools.report.written_run import read
+from zero.tools.plan.table import enough, waits
 
 SIZES = {
     "small": Sizes(width=128, layers=2, heads=2, vocab=256, context=64, batch=2, bf16=False),
@@ -47,13 +41,8 @@ SIZES = {
     "large": Sizes(width=512, layers=6, heads=8, vocab=2048, context=256, batch=2, bf16=False),
 }
 STAGE = 1
-LIMITS = """The three verdicts: measured / planned / said.
-
-What disagrees, and why: where the ranks keep all cores busy, messages are copied and summed on cores that would else
-compute, and ranks take caches and memory from each other. The report sees of that only what a rank waits for, and says
-that it cannot see the rest, which is "?" here; the plan sees what its rates lose, which were measured beside as many
-ranks."""
-WARMUP = 5  # steps; the last of them is the one that a report has a timeline of
+LIMITS = "The two verdicts: measured / planned."
+WARMUP = 5  # steps
 
 
 class Times(NamedTuple):
@@ -70,20 +59,19 @@ class Foreseen(NamedTuple):
     share: float
 
 
-def settings(sizes: Sizes, folder: str | None) -> dict[str, Any]:
-    """The JSON; `folder`: of the report, None for none."""
+def settings(sizes: Sizes) -> dict[str, Any]:
+    """The JSON."""
     return {
         "train_micro_batch_size_per_gpu": sizes.batch,
         "steps_per_print": float("inf"),
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
         "zero_optimization": {"stage": STAGE},
-        "zero": {"report": folder},
     }
 
 
-def seconds(rank: int, sizes: Sizes, repeat: int, mesh: Any, folder: str | None) -> float:
+def seconds(rank: int, sizes: Sizes, repeat: int, mesh: Any) -> float:
     """Of a step on the ranks of `mesh`, None for all."""
-    engine, *_ = zero.initialize(model=sizes.model(), config=settings(sizes, folder), mesh_param=mesh)
+    engine, *_ = zero.initialize(model=sizes.model(), config=settings(sizes), mesh_param=mesh)
     times = []
     for number in range(WARMUP + repeat):
         batch = sizes.data(number, rank)
@@ -96,21 +84,21 @@ def seconds(rank: int, sizes: Sizes, repeat: int, mesh: Any, folder: str | None)
     return stat(slowest(times[WARMUP:])).median
 
 
-def worker(rank: int, sizes: Sizes, repeat: int, folder: str) -> Times:
+def worker(rank: int, sizes: Sizes, repeat: int) -> Times:
     """Both ways; collective."""
     world = dist.get_world_size()
-    together = seconds(rank, sizes, repeat, None, folder)
+    together = seconds(rank, sizes, repeat, None)
     if world == 1:
         return Times(together, together)
     alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("ranks", "alone"))["alone"]
-    return Times(together, seconds(rank, sizes, repeat, alone, None))
+    return Times(together, seconds(rank, sizes, repeat, alone))
 
 
 def plan(sizes: Sizes, ranks: int, rates: Rates) -> Foreseen:
     """As `zero plan` says it."""
     with torch.device("meta"):
         model = sizes.model()
-    config = load(settings(sizes, None), ranks, filled=False)
+    config = load(settings(sizes), ranks, filled=False)
     setup = Setup(model, trace(model, sizes.data(0, 0), config, "cpu"), config, rates, ranks, False)
     row = Search(setup, own_choice(config)).row("none", sizes.batch)
     return Foreseen(row.step.step, waits(setup, row).longer if ranks > 1 else 0.0)
@@ -123,9 +111,7 @@ def measure(kept: Kept, args: argparse.Namespace) -> None:
         sizes, part = SIZES[name], {"name": f"{name} {ranks}", "turn": turn}
         if ("seen", *part.values()) not in done:
             kept.go_on()
-            with tempfile.TemporaryDirectory() as folder:
-                times = run_ranks(worker, ranks, sizes, args.repeat, folder)
-                kept.add("seen", **part, times=times, said=said.pays(read(folder)))
+            kept.add("seen", **part, times=run_ranks(worker, ranks, sizes, args.repeat))
         if turn == 0 and ("planned", *part.values()) not in done:
             kept.go_on()
             kept.add("planned", **part, times=plan(sizes, ranks, measured(ranks, "fp32", sizes.width)))
@@ -133,10 +119,10 @@ def measure(kept: Kept, args: argparse.Namespace) -> None:
 
 def verdict(ranks: int, speedup: float) -> str:
     """Whether that many ranks pay."""
-    return "yes" if speedup >= said.enough(ranks) else "no"
+    return "yes" if speedup >= enough(ranks) else "no"
 
 
-HEADER = ["model", "ranks", "ms/step", "planned", "speedup", "planned", "said", "communication", "planned", "said"]
+HEADER = ["model", "ranks", "ms/step", "planned", "speedup", "planned", "communication", "planned"]
 
 
 def report(kept: Kept, args: argparse.Namespace) -> tuple[str, bool]:
@@ -146,28 +132,26 @@ def report(kept: Kept, args: argparse.Namespace) -> tuple[str, bool]:
         base, simulated = turns(kept, f"{name} 1"), foreseen(kept, f"{name} 1")
         for ranks in args.ranks:
             seen, planned = turns(kept, f"{name} {ranks}"), foreseen(kept, f"{name} {ranks}")
-            together = [times.together for times, _ in seen]
+            together = [times.together for times in seen]
             cells = [stat([1e3 * each for each in together]).text(), f"{1e3 * planned.step:,.0f}"]
             if ranks == 1:
-                lines.append([name, "1", *cells, *["-"] * 8])
+                lines.append([name, "1", *cells, *["-"] * 6])
                 continue
-            faster = stat([ranks * one.together / each for (one, _), each in zip(base, together, strict=True)])
-            ways = [faster.median, ranks * simulated.step / planned.step, mid(speed(text) for _, text in seen)]
-            longer = mid(max(0.0, 1 - times.alone / times.together) for times, _ in seen)
-            shares = [longer, planned.share, mid(share(text) for _, text in seen)]
+            faster = stat([ranks * one.together / each for one, each in zip(base, together, strict=True)])
+            ways = [faster.median, ranks * simulated.step / planned.step]
+            longer = statistics.median(max(0.0, 1 - times.alone / times.together) for times in seen)
+            shares = [longer, planned.share]
             verdicts = [verdict(ranks, each) for each in ways]
-            if all(text[-1].startswith(said.UNKNOWN) for _, text in seen):
-                verdicts[-1] = "?"
-            same = len({*verdicts} - {"?"}) == 1
+            same = len({*verdicts}) == 1
             agree = agree and same
             cells += [faster.text(2), *(f"{each:.2f}" for each in ways[1:]), *(f"{each:.0%}" for each in shares)]
             lines.append([name, str(ranks), *cells, " / ".join(verdicts), "yes" if same else "NO"])
     return f"{machine_line()}\n\n{table([*HEADER, 'pays', 'agree'], lines)}", agree
 
 
-def turns(kept: Kept, name: str) -> list[tuple[Times, list[str]]]:
-    """What was seen in each, and said."""
-    return [(Times(*part["times"]), part["said"]) for part in kept.of("seen") if part["name"] == name]
+def turns(kept: Kept, name: str) -> list[Times]:
+    """What was seen in each."""
+    return [Times(*part["times"]) for part in kept.of("seen") if part["name"] == name]
 
 
 def foreseen(kept: Kept, name: str) -> Foreseen:
@@ -175,22 +159,8 @@ def foreseen(kept: Kept, name: str) -> Foreseen:
     return next(Foreseen(*part["times"]) for part in kept.of("planned") if part["name"] == name)
 
 
-def mid(values: Iterable[float]) -> float:
-    return statistics.median(values)
-
-
-def share(text: list[str]) -> float:
-    """Of communication, as the report says it."""
-    return int(re.match(r"(\d+)%", text[0])[1]) / 100
-
-
-def speed(text: list[str]) -> float:
-    """Beside one process, as the report says it."""
-    return float(re.match(r"That leaves ([\d.]+) times", text[1])[1])
-
-
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="whether more ranks pay, measured, planned and said by the report")
+    parser = argparse.ArgumentParser(description="whether more ranks pay, measured and planned")
     parser.add_argument("--kept", type=Path, required=True, help="file of the parts that are done")
     parser.add_argument("--seconds", type=float, default=1e6, help="after which a call begins no further part")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))

@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44243,
+    "tests": 44211,
     "zero/*.py": 1083,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
@@ -35,11 +35,11 @@ LIMITS = {
     "zero/recompute": 1245,
     "zero/sizes": 1711,
     "zero/tiled": 599,
-    "zero/tools": 4778,
+    "zero/tools": 4719,
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 96887
+SUM = 96796
 
 
 def parts() -> dict[str, int]:

@@ -16,13 +16,12 @@ from nodes import environment
 
 from zero.__main__ import main
 from zero.tools.report.page import _curves
-from zero.tools.report.pays import exposed, pays
 from zero.tools.report.written_run import read
 
 HEADINGS = [
     "Overview", "Loss", "Learning rate", "Norm of the gradient", "Tokens per second", "Model FLOPs utilization (MFU)",
     "Memory by kind", "Time of a step by phase", "Bytes sent in a step", "Logged: accuracy", "Timeline of a step",
-    "Units", "Warnings", "Configuration", "Versions", "Does parallel pay?",
+    "Units", "Warnings", "Configuration", "Versions",
 ]  # fmt: skip
 
 KILLED = """
@@ -59,7 +58,6 @@ def test_it_has_a_part_for_all_that_the_folder_tells(page: str) -> None:
     assert "optimizer 42 43 +2.4% 43 43" in text, "the plan, and the most that was alive"
     assert "blocks.5 1,770,000 6.752 fp32 0.5 45 0.02" in text
     assert "torch 2.13.0" in text
-    assert "20% of a step is communication" in text
 
 
 def test_nothing_of_it_comes_from_elsewhere_and_what_a_run_says_is_no_markup(page: str) -> None:
@@ -140,36 +138,6 @@ def test_thinning_keeps_every_spike_and_says_so() -> None:
     assert {777, 50_001} <= set(at)
     assert np.isnan(kept).any(), "a gap stays one"
     assert thinned(x[:2_000], y[:2_000], 2_000)[0] is not None and len(thinned(x[:2_000], y[:2_000], 2_000)[0]) == 2_000
-
-
-def test_the_share_of_communication_is_what_nothing_hides() -> None:
-    assert exposed(run_folders.timeline(1)["spans"]) == pytest.approx(0.2)
-    gpu = [["GPU stream 7", "kernels", 0.0, 0.6], ["GPU stream 9", "gather", 0.4, 0.8], ["main", "wait gather", 0, 1.0]]
-    assert exposed(gpu) == pytest.approx(0.2), "of the streams alone: what the host waits for may be hidden"
-
-
-@pytest.mark.parametrize(
-    ("crowding", "share", "said"),
-    [
-        (0.5, 0.05, ["more ranks would likely pay"]),
-        (0.5, 0.24, ["good part"]),
-        (0.5, 0.6, ["hardly"]),
-        (0.5, 0.8, ["does not"]),
-        (0.5, 0.1, ["3.6 times the speed", "more ranks would likely pay"]),
-        (1.0, 0.1, ["3.6 times the speed", "cannot be said", "no core is left for messages", "`zero plan` can"]),
-        (2.0, 0.1, ["2 threads share each core", "1.8 times the speed", "hardly pays"]),
-    ],
-)
-def test_whether_it_pays_follows_from_the_share_and_the_cores(
-    crowding: float, share: float, said: list[str], tmp_path: Path
-) -> None:
-    run_folders.write(tmp_path, range(1, 3), ranks=4, crowding=crowding)
-    spans = [["main", "wait gather a", 0.0, share], ["main", "forward a", share, 1.0]]
-    for rank in range(4):
-        with (tmp_path / f"rank-{rank}.jsonl").open("a") as file:
-            file.write(json.dumps({"event": "timeline", "step": 5, "spans": spans}) + "\n")
-    text = " ".join(pays(read(tmp_path)))
-    assert all(part in text for part in said), text
 
 
 def test_without_bokeh_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -12,7 +12,6 @@ from zero.sizes.cost import POLICIES
 from zero.sizes.estimate import PlanRow
 from zero.sizes.lines import gigabytes, table_lines
 from zero.tools.plan.search import Search, Setup, candidates, pace_of
-from zero.tools.report.pays import enough
 
 
 def name_of(row: PlanRow) -> str:
@@ -115,6 +114,11 @@ def pays(setup: Setup, row: PlanRow) -> str:
         f"{cost.longer:.0%} of a step is communication (messages go on for {cost.busy:.0%} of it); twice the ranks "
         f"{verdict}: {gain:.2f} x the speed, where {later.longer:.0%} of a step would be communication"
     )
+
+
+def enough(ranks: float) -> float:
+    """From which speed beside one process `ranks` pay: half of what each further one could give."""
+    return 1 + (ranks - 1) / 2
 
 
 def over_worlds(setup: Setup, worlds: Sequence[int]) -> Iterator[str]:

@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 from zero.log import counted
-from zero.tools.report.pays import pays
 from zero.tools.report.written_run import Event, WrittenRun, read
 
 MIB = 2**20
@@ -288,7 +287,7 @@ def _facts(run: WrittenRun) -> list[PagePart]:
     if versions := run.facts.get("versions"):
         tables = [Table("What it ran with", ("name", "version"), list(versions.items()))]
         sections.append(PagePart("Versions", tables=tables))
-    return [*sections, PagePart("Does parallel pay?", pays(run))]
+    return sections
 
 
 _SECTIONS: Sequence[Callable[[WrittenRun], list[PagePart]]] = (_overview, _curves, _timeline, _units, _facts)
