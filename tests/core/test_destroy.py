@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from alive import alive, only_new
 from marks import longer
 from models import batch, config, make_net, share, step
-from ranks import said_by
+from ranks import listening, said_by
 from scenario import settings
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -32,20 +31,16 @@ from zero.engine import Engine
 @only_new()
 def dropped(stage: int, with_module: bool) -> dict[str, Any]:
     """What is still there after an engine, and maybe its module, were let go without `destroy()`."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
     before = alive()
     net = make_net()
     made = make(stage, net)
-    logging.getLogger("zero").addHandler(handler)
-    steps(made[0], 3)
-    dead = [weakref.ref(each) for each in (*made[:2], made[1].shard_optimizer, *([net] if with_module else []))]
-    del made
-    if with_module:
-        del net
-    after = alive()
-    logging.getLogger("zero").removeHandler(handler)
+    with listening() as said:
+        steps(made[0], 3)
+        dead = [weakref.ref(each) for each in (*made[:2], made[1].shard_optimizer, *([net] if with_module else []))]
+        del made
+        if with_module:
+            del net
+        after = alive()
     gone = all(ref() is None for ref in dead)
     return {
         "gone": gone,

@@ -75,10 +75,6 @@ def test_ranks_take_different_experts(pool, kind):
     check(pool, kind)
 
 
-def test_leaves_named_in_the_configuration(pool):
-    check(pool, Mixture, section={"leaf_module": {"classes": ["Experts"]}})
-
-
 def units(model: nn.Module, **section: Any) -> list[str]:
     engine = zero.initialize(model=model, config=settings(3, 1, **section))[0]
     names = [unit.name for unit in engine.describe().units]

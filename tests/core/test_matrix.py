@@ -57,7 +57,11 @@ def training(name: str, world: int) -> Training:
     return Training(world, STEPS, CASES[name].accumulation, build=lambda: build(name), micro=micro, scale=SCALE)
 
 
-def check(pool: Any, name: str, world: int, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision", "world"),
+    [*each_once(list(CASES), list(DTYPES), [2]), *each_once(AT_THREE, [*DTYPES][::-1], [3])],
+)
+def test_stages_agree_with_each_other_and_with_plain_torch(pool, name, precision, world):
     ranks = stages(pool, name, world, precision)
     first = ranks[0][0]
     for rank, records in enumerate(ranks):
@@ -70,13 +74,3 @@ def check(pool: Any, name: str, world: int, precision: str) -> None:
     for key, param in start.items():
         if not param.requires_grad:
             assert torch.equal(first.weights[key], param.to(DTYPES[precision])), f"'{key}' is frozen and moved"
-
-
-@pytest.mark.parametrize(("name", "precision"), each_once(list(CASES), list(DTYPES)))
-def test_two_ranks(pool, name, precision):
-    check(pool, name, 2, precision)
-
-
-@pytest.mark.parametrize(("name", "precision"), each_once(AT_THREE, [*DTYPES][::-1]))
-def test_three_ranks(pool, name, precision):
-    check(pool, name, 3, precision)

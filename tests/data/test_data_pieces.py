@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import random
 import re
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from models import config
+from ranks import listening
 from test_data import Numbers, SizedStream, loaders, samples
 
 import zero
@@ -96,15 +96,10 @@ def test_a_split_depends_on_its_seed_alone() -> None:
 
 def split_by_torch(seeds: list[int]) -> list[str]:
     """What initialize says of a split that each rank makes by torch, with a seed of its own."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("zero").addHandler(handler)
     torch.manual_seed(seeds[int(os.environ["RANK"])])
     train, _ = torch.utils.data.random_split(torch.utils.data.TensorDataset(torch.rand(40, 2)), [30, 10])
-    engine, *_ = zero.initialize(model=torch.nn.Linear(2, 2), config=config(0, 2), training_data=train)
-    engine.destroy()
-    logging.getLogger("zero").removeHandler(handler)
+    with listening() as said:
+        zero.initialize(model=torch.nn.Linear(2, 2), config=config(0, 2), training_data=train)[0].destroy()
     return [text for text in said if "random_split" in text]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import importlib.util
-import os
 import re
 import runpy
 import subprocess
@@ -12,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nodes import environment
 
 import zero
 
@@ -70,10 +70,9 @@ def inside_of_others(page: str) -> list[str]:
 def test_the_pages_build_without_a_warning_or_a_network(tmp_path: Path) -> None:
     # A connection that is tried would be refused at once.
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    path = os.pathsep.join(filter(None, [str(DOCS.parent), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", str(DOCS), str(tmp_path)],
-        env={**os.environ, **nowhere, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env=environment(**nowhere),
         capture_output=True,
         text=True,
         check=False,

@@ -6,7 +6,6 @@ On each page one program runs in `make test`; all of them, and the commands, in 
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import hjson
 import pytest
 from launching import Launchers
+from nodes import environment
 from pages import PAGES, ROOT, Command, blocks, commands, files, run_script, run_session, session
 from ports import free_port
 from ranks import Pool
@@ -106,11 +106,9 @@ def test_the_first_program_of_a_page_runs(pool: Pool, page: Path, tmp_path: Path
 
 def runnable(page: Path) -> list[Command]:
     """The commands of a page that can run here: those of zero, and those that start a script of the page alone."""
+    every, scripts = commands(page), names(page)
     return [
-        command
-        for command in commands(page)
-        if (command.words[0] == "zero" and command.words[1] != "ssh")
-        or (command.words[0] == "python" and command.words[1] in names(page))
+        each for each in every if each.words[0] == "zero" or (each.words[0] == "python" and each.words[1] in scripts)
     ]
 
 
@@ -136,11 +134,11 @@ def test_all_of_a_page_runs(launchers: Launchers, pool: Pool, page: Path, tmp_pa
 
 def run(launchers: Launchers, words: list[str], really: bool, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command line; a `zero run` that is not to run `really` says who would run where."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    there = environment(OMP_NUM_THREADS="1")
     if words[0] == "python":
-        how = {"env": environment, "cwd": folder, "capture_output": True, "text": True, "check": False}
+        how = {"env": there, "cwd": folder, "capture_output": True, "text": True, "check": False}
         return subprocess.run([sys.executable, *words[1:]], **how)
     if words[1] == "run" and not really:
         (folder / "train.py").touch()
         words = [*words[:2], "--dry-run", *words[2:]]
-    return launchers.run(*words[1:], environment=environment, folder=folder, seconds=900)
+    return launchers.run(*words[1:], environment=there, folder=folder, seconds=900)

@@ -26,15 +26,6 @@ def run(kind, params, steps, *rates):
     return seen
 
 
-def rates(scheduler, iterations):
-    """The first group's rate at these iterations."""
-    found = []
-    for iteration in iterations:
-        scheduler.step(iteration)
-        found.append(scheduler.get_lr()[0])
-    return found
-
-
 # Worked out by hand from the formulas. The first column is iteration -1, what construction writes.
 LOG3 = math.log(3) / math.log(8)
 COS45 = (1 + math.sqrt(0.5)) / 2
@@ -208,9 +199,8 @@ def test_an_unknown_warmup_type_is_the_logarithm_and_said():
     for kind, total in (("WarmupLR", None), ("WarmupDecayLR", 2000), ("WarmupCosineLR", 2000)):
         params = {"total_num_steps": total} if total else {}
         with pytest.warns(UserWarning, match="warmup_type 'exp' is unknown"):
-            strange = lr.build_scheduler(optimizer(), kind, {**params, "warmup_type": "exp"})
-        assert strange.warmup_type == "log"
-        assert rates(strange, range(9)) == rates(lr.build_scheduler(optimizer(), kind, params), range(9))
+            strange = run(kind, {**params, "warmup_type": "exp"}, 9)
+        assert strange == run(kind, params, 9)
 
 
 def test_a_warmup_longer_than_the_run_is_told():

@@ -94,42 +94,33 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("counts", "stage", "way"), each_once(COUNTS, [3, 1, 2, 0], ["fp32", "bf16", "clipped", "muon"])
-)
-def test_bits_are_those_of_one_process(pool, counts, stage, way):
-    json = {"stage": stage, "cut": stage == 3, **TREE, **WAYS[way]}
-    alike = way == "clipped"
-    (wanted,) = pool.run(1, trained, counts, json, alike)
-    for found in pool.run(len(counts), trained, counts, json, alike, stage == 2):
-        assert same(found, wanted)
-
-
 MORE: dict[str, dict[str, Any]] = {
     "HSDP": {"zero": TREE["zero"] | {"shard_size": 2}},
     "hpZ": {"section": {"zero_hpz_partition_size": 2}},
     "parameters on the host": {"section": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}},
     "recomputation": {"zero": TREE["zero"] | {"recompute": {"modules": ["Block"]}}},
 }
+OFTEN = [
+    *[(counts, stage, way) for counts in COUNTS for stage in range(4) for way in ("fp32", "bf16")],
+    *[(*case, way) for case in zip(COUNTS, [3, 2, 1, 0], strict=True) for way in ("clipped", "muon")],
+    *[(*case, "offload") for case in zip(COUNTS, [1, 3, 2, 3], strict=True)],
+    *[(COUNTS[3], stage, way) for stage, ways in {3: list(MORE), 1: ["HSDP"]}.items() for way in ways],
+]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("counts", "stage", "way"),
+    ("counts", "stage", "way", "said"),
     [
-        *[(counts, stage, way) for counts in COUNTS for stage in range(4) for way in ("fp32", "bf16")],
-        *each_once(COUNTS, [3, 2, 1, 0], ["clipped", "muon", "clipped", "muon"]),
-        *each_once(COUNTS, [1, 3, 2, 3], ["offload"]),
-        *[(COUNTS[3], stage, way) for stage, ways in {3: list(MORE), 1: ["HSDP"]}.items() for way in ways],
+        *each_once(COUNTS, [3, 1, 2, 0], ["fp32", "bf16", "clipped", "muon"], [False, True]),
+        *longer(*((*case, said) for case in OFTEN for said in (False, True))),
     ],
     ids=str,
 )
-def test_bits_are_those_of_one_process_in_every_way(pool, counts, stage, way):
-    json = {"stage": stage, "cut": stage == 3, **TREE}
-    (wanted,) = pool.run(1, trained, counts, json | WAYS.get(way, {}))
-    for said in (False, True):
-        for found in pool.run(len(counts), trained, counts, json | {**WAYS, **MORE}[way], False, said):
-            assert same(found, wanted)
+def test_bits_are_those_of_one_process(pool, counts, stage, way, said):
+    json, alike = {"stage": stage, "cut": stage == 3, **TREE}, way == "clipped" and not said
+    (wanted,) = pool.run(1, trained, counts, json | WAYS.get(way, {}), alike)
+    for found in pool.run(len(counts), trained, counts, json | {**WAYS, **MORE}[way], alike, said):
+        assert same(found, wanted)
 
 
 def plain(counts: Counts, alike: bool, lr: float = 1e-2) -> dict[str, Any]:

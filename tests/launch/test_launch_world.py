@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_hosts import said
 
 from zero.launch.args.hosts import HostFlags
-from zero.launch.args.run import LaunchError, RunRequest
+from zero.launch.args.run import RunRequest
 from zero.launch.hosts import environment
 from zero.launch.hosts.addresses import is_this_machine
 from zero.launch.hosts.devices import on_node, visible
@@ -22,12 +23,6 @@ from zero.launch.node.node_plan import plan
 
 UNEQUAL = HostWorld((Host("n1", ("0", "1", "3")), Host("n2", ("5",)), Host("n3", ("0", "1"))))
 ASKED = RunRequest("t.py", (), None, None, None, None, False, False, 0, None, False)
-
-
-def said(function, *args) -> str:
-    with pytest.raises(LaunchError) as caught:
-        function(*args)
-    return str(caught.value)
 
 
 def asked(num_gpus: int | None = None, num_nodes: int | None = None, **flags) -> RunRequest:

@@ -68,21 +68,16 @@ def test_the_norms_of_one_rank(stage: int):
     compare(stage)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 3, *longer(1, 2)])
-def test_the_norms_of_two_ranks(stage: int):
-    compare(stage)
+HOST = {"section": {"offload_optimizer": {"device": "cpu"}}}
 
 
 @pytest.mark.ranks(2)
-def test_every_second_step():
-    compare(2, every=2)
-
-
-@pytest.mark.long
-@pytest.mark.ranks(2)
-def test_where_the_host_updates():
-    compare(2, section={"offload_optimizer": {"device": "cpu"}})
+@pytest.mark.parametrize(
+    ("stage", "every", "more"),
+    [(0, True, {}), (3, True, {}), (2, 2, {}), *longer((1, True, {}), (2, True, {}), (2, True, HOST))],
+)
+def test_the_norms_of_two_ranks(stage: int, every: Any, more: dict[str, Any]):
+    compare(stage, every, **more)
 
 
 def test_a_skipped_step_has_none_and_the_next_one_has():

@@ -7,7 +7,6 @@ import pytest
 from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
 from zero.plan.memory import (
-    KindBytes,
     Scheme,
     StateBytes,
     alive_nbytes,
@@ -58,22 +57,6 @@ def test_bytes_a_parameter_by_format(dtype: str, formats: Formats, optimizer: fl
     for parts in (1, 4):
         found = unit_bytes(plan, ON_DEVICE, 0, parts, formats).device
         assert found.record == optimizer * numel / parts and found.gradients == 4 * numel / parts
-
-
-def test_shards_differ_where_only_large_parameters_have_moments_in_fewer_bits() -> None:
-    specs = (ParamSpec("matrix", 4096, "bf16", True, 0, 2), ParamSpec("vector", 4096, "bf16", True, 0, 1))
-    plan = UnitPlan("u", "", specs, make_layout({"matrix": 4096, "vector": 4096}, 2, 256))
-    formats, sharding = Formats("remainder", "8bit"), Sharding.of_stage(1)
-    held = [alive_nbytes((plan,), Scheme(sharding, 2, formats=formats), rank).record for rank in (0, 1)]
-    assert held == [2 * 4096 + 2 * (4096 + 4 * 16), 2 * 4096 + 2 * 4 * 4096]
-    assert alive_nbytes((plan,), Scheme(Sharding.of_stage(0), formats=formats)).record == sum(held)
-
-
-@pytest.mark.parametrize(("dtype", "size"), [("int8", 1), ("uint8", 1), ("fp64", 8)])
-def test_a_frozen_unit_of_any_dtype_the_engine_takes_is_counted(dtype: str, size: int) -> None:
-    frozen = unit("quantized", 128, 4, dtype, requires_grad=False, group=-1)
-    assert alive_nbytes((frozen,), Scheme(Sharding.of_stage(3), 4)) == KindBytes(size * 32)
-    assert alive_nbytes((frozen,), Scheme(Sharding.of_stage(2), 4)) == KindBytes(size * 128)
 
 
 def test_gradients_on_their_way_by_hand() -> None:
