@@ -56,6 +56,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     script_args.add_tune(commands.add_parser("tune", help=about, allow_abbrev=False))
     about = "print the JSON Schema of the config, for an editor to complete and check the file with"
     commands.add_parser("schema", help=about, description=about, allow_abbrev=False)
+    about = "ask what a run shall be like, say what memory it takes, and write its configuration"
+    tool_args.add_config(commands.add_parser("config", help=about, allow_abbrev=False))
     _add_report(commands)
     _add_top(commands)
     about = "start ranks, let them talk, and say what this machine lacks and how to get it"
@@ -169,6 +171,12 @@ def _report(args: argparse.Namespace) -> int:
     return machine.run(measured=not args.no_measure, as_json=args.json)
 
 
+def _config(args: argparse.Namespace) -> int:
+    from zero.tools import config_command
+
+    return config_command.run(args)
+
+
 def _top(args: argparse.Namespace) -> int:
     from zero.tools import top
 
@@ -201,6 +209,7 @@ _COMMANDS = {
     "schema": _schema,
     "report": _report,
     "top": _top,
+    "config": _config,
     "doctor": _doctor,
 }
 

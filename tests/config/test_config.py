@@ -6,7 +6,6 @@ import math
 import operator
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +15,6 @@ from zero.config import Config, ConfigError, load
 from zero.config.batch import Batch, resolve
 from zero.config.file import File, names, sections
 from zero.config.optimizers import ARGUMENTS, States, torch_reason
-from zero.config.override import override
 from zero.config.schema import descriptions
 
 MICRO = {"train_micro_batch_size_per_gpu": 1}
@@ -312,15 +310,3 @@ def shards(shard_size=0, **keys) -> dict:
 def test_shard_sizes_that_fit(given, shard_size, secondary):
     config = load(given, 4)
     assert (config.shard_size, config.secondary_shard_size) == (shard_size, secondary)
-
-
-def test_one_value_is_set_by_its_path() -> None:
-    values: dict[str, Any] = {"a": {"b": 1}, "list": [1]}
-    texts = ("a.b=2", "a.c.d=null", "e=text=more", 'f=["x"]')
-    assert [override(values, text) for text in texts] == ["a.b", "a.c.d", "e", "f"]
-    assert values == {"a": {"b": 2, "c": {"d": None}}, "list": [1], "e": "text=more", "f": ["x"]}
-    for wrong in ("a", "=1", "a..b=1", ".a=1"):
-        with pytest.raises(ValueError, match="wanted KEY=VALUE"):
-            override(values, wrong)
-    with pytest.raises(ValueError, match="list is no object"):
-        override(values, "list.x=1")

@@ -15,8 +15,8 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44130,
-    "zero/*.py": 1083,
+    "tests": 44239,
+    "zero/*.py": 1092,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
     "zero/compat": 1079,
@@ -26,7 +26,7 @@ LIMITS = {
     "zero/engine": 6773,
     "zero/examples": 99,
     "zero/kernels": 2017,
-    "zero/launch": 4206,
+    "zero/launch": 4230,
     "zero/memory": 1503,
     "zero/monitor": 1188,
     "zero/optim": 2710,
@@ -35,11 +35,11 @@ LIMITS = {
     "zero/recompute": 1245,
     "zero/sizes": 1711,
     "zero/tiled": 599,
-    "zero/tools": 4719,
+    "zero/tools": 4900,
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 96715
+SUM = 97038
 
 
 def parts() -> dict[str, int]:

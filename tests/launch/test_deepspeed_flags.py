@@ -50,7 +50,6 @@ REFUSED = [
     ("--elastic_training", "--max_restarts N restarts the ranks"),
     ("--min_elastic_nodes 1", "--min_nodes M"),
     ("--max_elastic_nodes 4", "--num_nodes says how many there are at most"),
-    ("--launcher PDSH", "--launcher ssh, the default"),
     ("--launcher impi", "the mpirun of Intel MPI is --launcher mpich"),
     ("--launcher mvapich", "the mpirun of MVAPICH is --launcher mpich"),
 ]

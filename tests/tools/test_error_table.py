@@ -110,7 +110,8 @@ WORDS = {
     "plan PATH": "wanted module:function",
     "verify none": "zero verify: error: there is no folder none",
     "consolidate PATH out": "there is no folder aaa",
-    "tune --json none/a.json a.py": "--json: cannot write 'none/a.json': No such file or directory",
+    "config --default --output PATH": "File name too long",
+    "config --default --output none/a.json": "--output: cannot write 'none/a.json': No such file or directory",
     "report --run PATH": "File name too long",
 }
 
@@ -234,7 +235,9 @@ def test_every_number_on_a_command_line_is_looked_at() -> None:
             for text in ("", "x", "nan", "inf", "-1"):
                 with pytest.raises(argparse.ArgumentTypeError, match=f"^got '{text}', wanted (a|an|numbers) "):
                     action.type(text)
-    assert {("plan", "world"), ("plan", "nodes"), ("plan", "sequence"), ("tune", "limit")} < {*seen}
+    assert {("config", "world"), ("config", "memory"), ("plan", "nodes"), ("plan", "sequence"), ("tune", "limit")} < {
+        *seen
+    }
     assert {("check", "steps"), ("check", "timeout"), ("run", "num_gpus"), ("run", "ssh_port")} < {*seen}
 
 

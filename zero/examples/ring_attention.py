@@ -1,8 +1,8 @@
 """Ring attention as it is taught: scores of all keys are held [rows, heads, size, length], and whole parts go round.
 
 Li et al., "Sequence Parallelism: Long Sequence Training from System Perspective", 2021. Each rank has one run of
-positions, in the order of ranks. Keys go round in W - 1 sends, then values in W - 1; `zero.attention` sends less, holds no scores,
-and is what models should call.
+positions, in the order of ranks. Keys go round in W - 1 sends, then values in W - 1; `zero.attention` sends less, holds
+no scores, and is what models should call.
 """
 
 from __future__ import annotations

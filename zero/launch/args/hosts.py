@@ -14,7 +14,6 @@ from zero.launch.launch_messages import LaunchError
 
 LAUNCHERS = ("ssh", "slurm", "openmpi", "mpich")  # all but the first by daemons of their own, which end all with one
 _OF_DEEPSPEED = {
-    "pdsh": "--launcher ssh, the default, needs no pdsh for the same",
     "impi": "the mpirun of Intel MPI is --launcher mpich",
     "mvapich": "the mpirun of MVAPICH is --launcher mpich",
 }
@@ -62,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "all but these, written in the same way"
     which.add_argument("-e", "--exclude", default="", metavar="SPEC", help=about)
     how = parser.add_argument_group("how to reach them")
-    about = f"{', '.join(LAUNCHERS)} (default: ssh)"
+    about = f"{', '.join(LAUNCHERS)} (default: ssh, and what pdsh is taken for)"
     how.add_argument("--launcher", type=_launcher, default="ssh", metavar="NAME", help=about)
     about = "more arguments for it: --launcher_args='-v'"
     how.add_argument("--launcher_args", type=words, default=(), metavar="ARGS", help=about)
@@ -116,7 +115,7 @@ def port(text: str) -> int:
 
 
 def _launcher(text: str) -> str:
-    name = text.lower()
+    name = text.lower().replace("pdsh", "ssh")  # which reaches the same hosts, by connections of its own
     if name not in LAUNCHERS:
         instead = f"; {_OF_DEEPSPEED[name]}" if name in _OF_DEEPSPEED else ""
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(LAUNCHERS)}{instead}")

@@ -29,6 +29,11 @@ _IMPORT = """Write a checkpoint of DeepSpeed (ZeRO 1, 2 or 3) as one of zero, wh
 Weights, fp32 masters, the optimizer's state, step numbers and buffers are taken. DeepSpeed is not needed. Its files
 may hold code: only tensors, plain containers and the few classes that DeepSpeed itself puts there are read; a
 file with anything else is refused, and nothing in it runs. OUT is made as engine.save_checkpoint(OUT) makes it."""
+_CONFIG = """Ask what a run shall be like and write its configuration: a JSON that `zero.initialize` takes as it is.
+
+Each question has a default, which an empty answer takes; for stage and placement the memory of each choice is shown,
+as by zero plan. What --set says is not asked. Questions and memory go to stderr. The exit status is 0 when the JSON was
+written, and 2 when there is an error in what was given, a file in the way, or no terminal to ask at."""
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +69,25 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{axis.replace('_', '-')}", type=at_least(1), metavar="N", help=about)
     about = "without --nodes (default: 8)"
     parser.add_argument("--ranks-per-host", type=at_least(1), default=8, metavar="N", help=about)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the arguments of `zero config`."""
+    parser.description = _CONFIG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--default", action="store_true", help="ask nothing: take the defaults")
+    about = "set a value by its path, such as zero_optimization.stage=3; the value is JSON or text; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
+    about = "the file to write (default: %(default)s); - prints the JSON"
+    parser.add_argument("-o", "--output", default="zero.json", metavar="FILE", help=about)
+    parser.add_argument("--force", action="store_true", help="write over a file that is there")
+    about = "parameters of the model, for the memory that is shown (asked; 1e9 by default)"
+    parser.add_argument("--params", type=above_zero, metavar="N", help=about)
+    parser.add_argument("--world", type=at_least(1, MOST_RANKS), metavar="N", help="ranks (asked; 8 by default)")
+    about = "memory of one device, of which 60 %% may hold state (asked; 80 by default)"
+    parser.add_argument("--memory", type=above_zero, metavar="GB", help=about)
+    about = "cuda: a device with memory of its own (the default); cpu: ranks that train in host memory"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=about)
 
 
 def _counts(text: str) -> list[int]:
