@@ -15,12 +15,12 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44239,
+    "tests": 44319,
     "zero/*.py": 1092,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
     "zero/compat": 1079,
-    "zero/config": 2189,
+    "zero/config": 2192,
     "zero/core": 7060,
     "zero/data": 1076,
     "zero/engine": 6773,
@@ -30,7 +30,7 @@ LIMITS = {
     "zero/memory": 1503,
     "zero/monitor": 1188,
     "zero/optim": 2710,
-    "zero/parallel": 955,
+    "zero/parallel": 958,
     "zero/plan": 1669,
     "zero/recompute": 1245,
     "zero/sizes": 1711,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 97038
+SUM = 97124
 
 
 def parts() -> dict[str, int]:

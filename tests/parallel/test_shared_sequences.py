@@ -295,6 +295,66 @@ def test_activations_are_those_of_the_piece(mode: str) -> None:
     assert kept(2) - twice == pytest.approx(kept(1) / 2, rel=0.02)
 
 
+@needs_transformers
+@pytest.mark.long
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("section", [{"shard_size": 2}, {"reduce": "tree"}, {"check_replicas": 1}, {"mean": "tokens"}])
+def test_beside_other_ways_to_share(section: dict[str, Any]) -> None:
+    """HSDP, sums as a tree, a comparison of replicas, a mean over tokens, and hpZ with a model under zero.Init."""
+    losses, grads = plain("llama", "plain", 2)
+    made = settings(3, 2, "ring")
+    made["zero"] |= section
+    if "check_replicas" in section:
+        made["zero_optimization"] |= {"zero_hpz_partition_size": 2}
+    with zero.Init(config=made):
+        model = build("llama")
+    engine, *_ = zero.initialize(model=model, config=made)
+    for step, (loss, whole) in enumerate(zip(losses, grads, strict=True)):
+        batch = inputs(step * 2 + dist.get_rank() // 2, "plain")
+        found = engine(**batch).loss
+        count = (batch["labels"][:, 1:] != -100).sum()
+        engine.backward(found, tokens=count if "mean" in section else None)
+        if "mean" in section:
+            engine.step()
+            continue  # another mean than that of `plain`
+        mean = found.detach().clone()
+        dist.all_reduce(mean)
+        assert abs(mean.item() / 4 - loss) <= 1e-6 * loss
+        for name, param in engine.module.named_parameters():
+            assert (safe_get_full_grad(param) - whole[name]).abs().max() <= 1e-6, (name, section)
+        engine.step()
+    engine.destroy()
+
+
+@needs_transformers
+@pytest.mark.ranks(2)
+def test_the_mean_over_tokens_counts_a_shared_sequence_once() -> None:
+    """Micro-batches of different counts, on two ranks that share each, beside the sum over tokens in one process."""
+    made = settings(2, 2, "ring") | {"train_batch_size": 2 * ROWS, "gradient_accumulation_steps": 2}
+    made["zero"] |= {"mean": "tokens"}
+    model, batches = build("llama"), [inputs(number, form) for number, form in ((0, "plain"), (1, "padded"))]
+    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+    assert counts[0] != counts[1]
+    sum(model(**batch).loss * count for batch, count in zip(batches, counts, strict=True)).div(sum(counts)).backward()
+    wanted = {name: param.grad for name, param in model.named_parameters()}
+    engine, *_ = zero.initialize(model=build("llama"), config=made)
+    for batch, count in zip(batches, counts, strict=True):
+        engine.backward(engine(**batch).loss, tokens=count)
+        engine.step()
+    norm = torch.cat([grad.flatten() for grad in wanted.values()]).norm()
+    assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-6)
+    engine.destroy()
+
+
+@needs_transformers
+@pytest.mark.ranks(2)
+def test_the_engine_s_own_check_compares_with_whole_sequences() -> None:
+    engine, *_ = zero.initialize(model=build("llama"), config=settings(1, 2, "ulysses"))
+    assert engine.check(inputs(0, "packed"), steps=2, stages=(0, 3), accumulations=(1,))
+    assert torch.isfinite(engine(**inputs(0, "packed")).loss)
+    engine.destroy()
+
+
 class Convolved(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -296,6 +296,39 @@ def test_a_script_whose_ranks_run_different_numbers_of_micro_batches(command):
     assert all(line.endswith("within rounding") for line in table_of(ended).values())
 
 
+SHARED = """
+    import torch
+    import zero
+    from models import config
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.qkv, self.head = torch.nn.Embedding(32, 8), torch.nn.Linear(8, 24), torch.nn.Linear(8, 32)
+
+        def forward(self, tokens, targets, position_ids=None):
+            query, key, value = self.qkv(self.embed(tokens)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+            seen = zero.attention(query, key, value).transpose(1, 2).flatten(2)
+            return torch.nn.functional.cross_entropy(self.head(seen).flatten(0, 1), targets.flatten())
+
+    torch.manual_seed(1)
+    more = {"sequence_parallel_size": 2, "zero": {"context": {"mode": "ring"}}}
+    engine, *_ = zero.initialize(model=Model(), config=config(0, 1, **more))
+    for step in range(50):
+        tokens = torch.randint(32, (2, 11), generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(tokens, tokens.roll(-1, 1)))
+        engine.step()
+"""
+
+
+@pytest.mark.long
+def test_a_script_whose_ranks_share_sequences(command):
+    """Beside each process with whole sequences."""
+    ended = command(SHARED, "--nproc", "2", "--steps", "2", "--accumulation", "1", "--stages", "1,3", "script")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert all(line.endswith("within rounding") for line in table_of(ended).values())
+
+
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [

@@ -111,6 +111,9 @@ def graphs(file: File) -> Iterator[str]:
         "flops_profiler.enabled, which counts what modules do when they are called; keep one of the two": (
             file.flops_profiler.enabled
         ),
+        "sequence_parallel_size above 1, whose attention sends from the host; keep one of the two": (
+            file.sequence_parallel_size > 1
+        ),
     }
     if file.graph_harvesting:
         yield from (f"graph_harvesting: got true with {text}" for text, there in why.items() if there)

@@ -26,7 +26,8 @@ def adopt(module: nn.Module) -> dict[int, str]:
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     configs = {id(each.config): each.config for each in module.modules() if isinstance(each, PreTrainedModel)}
-    plain = {key: config._attn_implementation or "sdpa" for key, config in configs.items()}
+    named = {key: config._attn_implementation for key, config in configs.items()}
+    plain = {key: "sdpa" if name in (None, NAME) else name for key, name in named.items()}  # NAME: a copy of another's
     for config in configs.values():
         config._attn_implementation = NAME
     return plain

@@ -133,11 +133,13 @@ class SharedSequences:
     def _hooked(self, module: nn.Module) -> Iterator[Any]:
         tokens: list[Any] = []
 
-        def enter(*_: Any) -> None:
-            tokens.append(RUNNING.set(self))
+        def enter(called: nn.Module, *_: Any) -> None:
+            if called is module:  # a copy has the same hooks, and is nobody's
+                tokens.append(RUNNING.set(self))
 
-        def leave(*_: Any) -> None:
-            RUNNING.reset(tokens.pop())
+        def leave(called: nn.Module, *_: Any) -> None:
+            if called is module:
+                RUNNING.reset(tokens.pop())
 
         yield module.register_forward_pre_hook(enter, prepend=True)
         yield module.register_forward_hook(leave, always_call=True)
