@@ -6,86 +6,18 @@ The oracle is the model of transformers in plain torch, on the whole batch. Pack
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import config
+from sharing import DOCUMENTS, LENGTH, ROWS, VOCABULARY, Lines, build, inputs, needs_transformers, plain, settings
 from torch import nn
 
 import zero
 from zero.utils import cut_sequence, safe_get_full_grad
-
-ROWS, LENGTH, VOCABULARY = 2, 30, 64
-DOCUMENTS = (13, 2, 15)
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (it needs Python 3.11)"
-)
-
-
-def build(kind: str, **more: Any) -> Any:
-    """Two layers of width 32, seeded and without dropout."""
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-    import transformers as hf
-
-    torch.manual_seed(5)
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "use_cache": False}
-    if kind == "gpt2":
-        own = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY, "use_cache": False}
-        return hf.GPT2LMHeadModel(hf.GPT2Config(**own, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **more))
-    if kind == "bert":
-        own = {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}
-        return hf.BertForMaskedLM(hf.BertConfig(**sizes | own | more))
-    if kind == "qwen":
-        own = {"num_key_value_heads": 1, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}
-        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes | own | more))
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes | {"num_key_value_heads": 2} | more))
-
-
-def inputs(number: int, form: str, kind: str = "llama") -> dict[str, torch.Tensor]:
-    """One micro-batch: plain, "packed" or "padded"; some labels do not count."""
-    generator = torch.Generator().manual_seed(100 + number)
-    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
-    found = {"input_ids": tokens, "labels": tokens.clone()}
-    found["labels"][:, : 3 + number % 5] = -100
-    if form == "packed" and kind != "bert":  # which attends to all, whatever its positions
-        found["position_ids"] = torch.cat([torch.arange(size) for size in DOCUMENTS]).expand(ROWS, -1)
-    if form == "padded":
-        found["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [21]])).long()
-        found["labels"][found["attention_mask"] == 0] = -100
-    return found
-
-
-def plain(kind: str, form: str, data_ranks: int, steps: int = 2) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Losses and gradients of one process; a step is the mean over the micro-batches of all data ranks."""
-    model = build(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, grads = [], []
-    for step in range(steps):
-        optimizer.zero_grad()
-        batches = [inputs(step * data_ranks + rank, form, kind) for rank in range(data_ranks)]
-        loss = sum(model(**each).loss for each in batches) / data_ranks
-        loss.backward()
-        losses.append(loss.item())
-        grads.append({name: param.grad.clone() for name, param in model.named_parameters()})
-        optimizer.step()
-    return losses, grads
-
-
-def settings(stage: int, cp: int, mode: str, **more: Any) -> dict[str, Any]:
-    data_ranks = dist.get_world_size() // cp
-    made = config(stage, data_ranks, micro=ROWS)
-    made["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
-    made |= {"gradient_clipping": 0, "sequence_parallel_size": cp, "zero": {"context": {"mode": mode}}}
-    for key, value in more.items():
-        made[key] = {**made.get(key, {}), **value}
-    return made
 
 
 def check(kind: str, cp: int, mode: str, stage: int, form: str, more: dict[str, Any]) -> None:
@@ -187,28 +119,6 @@ def test_veomni_1086_gradients_are_summed_over_the_pieces_too() -> None:
 def test_deepspeed_7672_key_heads_that_are_fewer_than_the_ranks_have_the_gradients_of_one_process() -> None:
     """There a single key head that ranks share got a part of its gradient."""
     check("qwen", 2, "ulysses", 3, "plain", {})
-
-
-class Lines(nn.Module):
-    """A model of the user's own: positions, attention, a head; the loss outside of it, or of `targets`."""
-
-    def __init__(self, own: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.embed, self.place = nn.Embedding(VOCABULARY, 16), nn.Embedding(64, 16)
-        self.mix, self.head, self.own = nn.Linear(16, 48), nn.Linear(16, VOCABULARY), own
-
-    def forward(self, tokens: torch.Tensor, targets: Any = None, position_ids: Any = None) -> torch.Tensor:
-        places = torch.arange(tokens.shape[1])[None] if position_ids is None else position_ids
-        hidden = self.embed(tokens) + self.place(places)
-        query, key, value = self.mix(hidden).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        if self.own:
-            seen = zero.attention(query, key, value)
-        else:
-            with zero.shared_attention():
-                seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        logits = self.head(hidden + seen.transpose(1, 2).flatten(2))
-        return logits if targets is None else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @pytest.mark.ranks(2)
@@ -352,97 +262,6 @@ def test_the_engine_s_own_check_compares_with_whole_sequences() -> None:
     engine, *_ = zero.initialize(model=build("llama"), config=settings(1, 2, "ulysses"))
     assert engine.check(inputs(0, "packed"), steps=2, stages=(0, 3), accumulations=(1,))
     assert torch.isfinite(engine(**inputs(0, "packed")).loss)
-    engine.destroy()
-
-
-class Convolved(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixer = nn.Conv1d(4, 4, 3)
-
-    def forward(self, tokens: torch.Tensor, position_ids: Any = None) -> torch.Tensor:
-        return tokens
-
-
-class Counting(Lines):
-    """It counts positions by itself."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(tokens)
-
-
-class GatedDeltaNet(Convolved):
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.weight = nn.Parameter(torch.zeros(4))
-
-
-@pytest.mark.ranks(2)
-def test_models_that_cannot_are_named_before_the_first_step() -> None:
-    refused = [
-        (Convolved(), r"'mixer', a Conv1d, convolves along the sequence"),
-        (GatedDeltaNet(), r"a GatedDeltaNet, carries a state along the sequence"),
-        (nn.LSTM(4, 4), r"an? LSTM, carries a state"),
-        (Counting(), r"Counting.forward takes no position_ids, so each rank would count"),
-    ]
-    for model, text in refused:
-        with pytest.raises(ValueError, match=text):
-            zero.initialize(model=model, config=settings(1, 2, "ring"))
-    for made, text in [
-        ({"sequence_parallel_size": 3}, "sequence_parallel_size: got 3, wanted a divisor of world size 2: 1, 2"),
-        ({"zero": {"context": {"mode": "stripes"}}}, "zero.context.mode: got 'stripes'"),
-    ]:
-        with pytest.raises(zero.ConfigError, match=text):
-            zero.initialize(model=Lines(), config=settings(1, 2, "ring") | made)
-
-
-@needs_transformers
-@pytest.mark.ranks(2)
-def test_models_of_transformers_that_cannot_are_named() -> None:
-    import transformers as hf
-
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCABULARY}
-    classes = hf.BertForSequenceClassification(hf.BertConfig(**sizes, intermediate_size=48))
-    for model, text in [
-        (classes, r"has the loss 'ForSequenceClassification', which is of whole sequences"),
-        (build("llama", output_attentions=True, attn_implementation="eager"), r"config has output_attentions"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            zero.initialize(model=model, config=settings(1, 2, "ring"))
-    engine, *_ = zero.initialize(model=build("llama", attention_dropout=0.1), config=settings(1, 2, "ring"))
-    batch = inputs(0, "plain")
-    with pytest.raises(ValueError, match=r"dropout 0.1 inside of it; set it to 0 in the model's config"):
-        engine(**batch)
-    engine.eval()
-    assert torch.isfinite(engine(**batch).loss)
-    with pytest.raises(ValueError, match="output_attentions needs all scores on one rank"):
-        engine(**batch, output_attentions=True)
-    with pytest.raises(ValueError, match="attention_mask of 4 dimensions"):
-        engine(**batch, attention_mask=torch.ones(ROWS, 1, LENGTH, LENGTH))
-    with pytest.raises(ValueError, match="30 positions are no multiple of 4, and no argument is called labels"):
-        engine(input_ids=batch["input_ids"])
-    engine.destroy()
-
-
-@pytest.mark.ranks(2)
-def test_ranks_that_were_given_different_samples_are_named() -> None:
-    engine, *_ = zero.initialize(model=Lines(), config=settings(1, 2, "ring"))
-    tokens = torch.full((ROWS, 8), dist.get_rank())
-    with pytest.raises(RuntimeError, match=r"ranks 0, 1 share one sequence, and 1 were given another batch than 0"):
-        engine(tokens, tokens)
-    engine.destroy()
-
-
-@pytest.mark.ranks(2)
-def test_a_model_whose_attention_stays_on_its_piece_is_named() -> None:
-    class Deaf(Lines):
-        def forward(self, tokens: torch.Tensor, targets: Any = None, position_ids: Any = None) -> torch.Tensor:
-            return nn.functional.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), targets.flatten())
-
-    engine, *_ = zero.initialize(model=Deaf(), config=settings(1, 2, "ring"))
-    tokens = torch.zeros(ROWS, 8, dtype=torch.long)
-    with pytest.raises(RuntimeError, match=r"no attention of Deaf has seen the whole sequence; let it call zero\.att"):
-        engine(tokens, tokens)
     engine.destroy()
 
 

@@ -1,0 +1,104 @@
+"""The promise: what would compute something else on pieces of sequences is named before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharing import LENGTH, ROWS, VOCABULARY, Lines, build, inputs, needs_transformers, settings
+from torch import nn
+
+import zero
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = nn.Conv1d(4, 4, 3)
+
+    def forward(self, tokens: torch.Tensor, position_ids: Any = None) -> torch.Tensor:
+        return tokens
+
+
+class Counting(Lines):
+    """It counts positions by itself."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(tokens)
+
+
+class GatedDeltaNet(Convolved):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.zeros(4))
+
+
+@pytest.mark.ranks(2)
+def test_models_that_cannot_are_named_before_the_first_step() -> None:
+    refused = [
+        (Convolved(), r"'mixer', a Conv1d, convolves along the sequence"),
+        (GatedDeltaNet(), r"a GatedDeltaNet, carries a state along the sequence"),
+        (nn.LSTM(4, 4), r"an? LSTM, carries a state"),
+        (Counting(), r"Counting.forward takes no position_ids, so each rank would count"),
+    ]
+    for model, text in refused:
+        with pytest.raises(ValueError, match=text):
+            zero.initialize(model=model, config=settings(1, 2, "ring"))
+    for made, text in [
+        ({"sequence_parallel_size": 3}, "sequence_parallel_size: got 3, wanted a divisor of world size 2: 1, 2"),
+        ({"zero": {"context": {"mode": "stripes"}}}, "zero.context.mode: got 'stripes'"),
+    ]:
+        with pytest.raises(zero.ConfigError, match=text):
+            zero.initialize(model=Lines(), config=settings(1, 2, "ring") | made)
+
+
+@needs_transformers
+@pytest.mark.ranks(2)
+def test_models_of_transformers_that_cannot_are_named() -> None:
+    import transformers as hf
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+    classes = hf.BertForSequenceClassification(hf.BertConfig(**sizes, intermediate_size=48))
+    for model, text in [
+        (classes, r"has the loss 'ForSequenceClassification', which is of whole sequences"),
+        (build("llama", output_attentions=True, attn_implementation="eager"), r"config has output_attentions"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            zero.initialize(model=model, config=settings(1, 2, "ring"))
+    engine, *_ = zero.initialize(model=build("llama", attention_dropout=0.1), config=settings(1, 2, "ring"))
+    batch = inputs(0, "plain")
+    with pytest.raises(ValueError, match=r"dropout 0.1 inside of it; set it to 0 in the model's config"):
+        engine(**batch)
+    engine.eval()
+    assert torch.isfinite(engine(**batch).loss)
+    with pytest.raises(ValueError, match="output_attentions needs all scores on one rank"):
+        engine(**batch, output_attentions=True)
+    with pytest.raises(ValueError, match="attention_mask of 4 dimensions"):
+        engine(**batch, attention_mask=torch.ones(ROWS, 1, LENGTH, LENGTH))
+    with pytest.raises(ValueError, match="30 positions are no multiple of 4, and no argument is called labels"):
+        engine(input_ids=batch["input_ids"])
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_were_given_different_samples_are_named() -> None:
+    engine, *_ = zero.initialize(model=Lines(), config=settings(1, 2, "ring"))
+    tokens = torch.full((ROWS, 8), dist.get_rank())
+    with pytest.raises(RuntimeError, match=r"ranks 0, 1 share one sequence, and 1 were given another batch than 0"):
+        engine(tokens, tokens)
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_model_whose_attention_stays_on_its_piece_is_named() -> None:
+    class Deaf(Lines):
+        def forward(self, tokens: torch.Tensor, targets: Any = None, position_ids: Any = None) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), targets.flatten())
+
+    engine, *_ = zero.initialize(model=Deaf(), config=settings(1, 2, "ring"))
+    tokens = torch.zeros(ROWS, 8, dtype=torch.long)
+    with pytest.raises(RuntimeError, match=r"no attention of Deaf has seen the whole sequence; let it call zero\.att"):
+        engine(tokens, tokens)
+    engine.destroy()

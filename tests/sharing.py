@@ -1,0 +1,103 @@
+"""Models, batches and settings of tests in which ranks share sequences, and the training of one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import config
+from torch import nn
+
+import zero
+
+ROWS, LENGTH, VOCABULARY = 2, 30, 64
+DOCUMENTS = (13, 2, 15)
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (it needs Python 3.11)"
+)
+
+
+def build(kind: str, **more: Any) -> Any:
+    """Two layers of width 32, seeded and without dropout."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    import transformers as hf
+
+    torch.manual_seed(5)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "use_cache": False}
+    if kind == "gpt2":
+        own = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY, "use_cache": False}
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**own, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **more))
+    if kind == "bert":
+        own = {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}
+        return hf.BertForMaskedLM(hf.BertConfig(**sizes | own | more))
+    if kind == "qwen":
+        own = {"num_key_value_heads": 1, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}
+        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes | own | more))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes | {"num_key_value_heads": 2} | more))
+
+
+def inputs(number: int, form: str, kind: str = "llama") -> dict[str, torch.Tensor]:
+    """One micro-batch: plain, "packed" or "padded"; some labels do not count."""
+    generator = torch.Generator().manual_seed(100 + number)
+    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
+    found = {"input_ids": tokens, "labels": tokens.clone()}
+    found["labels"][:, : 3 + number % 5] = -100
+    if form == "packed" and kind != "bert":  # which attends to all, whatever its positions
+        found["position_ids"] = torch.cat([torch.arange(size) for size in DOCUMENTS]).expand(ROWS, -1)
+    if form == "padded":
+        found["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [21]])).long()
+        found["labels"][found["attention_mask"] == 0] = -100
+    return found
+
+
+def plain(kind: str, form: str, data_ranks: int, steps: int = 2) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Losses and gradients of one process; a step is the mean over the micro-batches of all data ranks."""
+    model = build(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, grads = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        batches = [inputs(step * data_ranks + rank, form, kind) for rank in range(data_ranks)]
+        loss = sum(model(**each).loss for each in batches) / data_ranks
+        loss.backward()
+        losses.append(loss.item())
+        grads.append({name: param.grad.clone() for name, param in model.named_parameters()})
+        optimizer.step()
+    return losses, grads
+
+
+def settings(stage: int, cp: int, mode: str, **more: Any) -> dict[str, Any]:
+    data_ranks = dist.get_world_size() // cp
+    made = config(stage, data_ranks, micro=ROWS)
+    made["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    made |= {"gradient_clipping": 0, "sequence_parallel_size": cp, "zero": {"context": {"mode": mode}}}
+    for key, value in more.items():
+        made[key] = {**made.get(key, {}), **value}
+    return made
+
+
+class Lines(nn.Module):
+    """A model of the user's own: positions, attention, a head; the loss outside of it, or of `targets`."""
+
+    def __init__(self, own: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed, self.place = nn.Embedding(VOCABULARY, 16), nn.Embedding(64, 16)
+        self.mix, self.head, self.own = nn.Linear(16, 48), nn.Linear(16, VOCABULARY), own
+
+    def forward(self, tokens: torch.Tensor, targets: Any = None, position_ids: Any = None) -> torch.Tensor:
+        places = torch.arange(tokens.shape[1])[None] if position_ids is None else position_ids
+        hidden = self.embed(tokens) + self.place(places)
+        query, key, value = self.mix(hidden).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        if self.own:
+            seen = zero.attention(query, key, value)
+        else:
+            with zero.shared_attention():
+                seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        logits = self.head(hidden + seen.transpose(1, 2).flatten(2))
+        return logits if targets is None else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
