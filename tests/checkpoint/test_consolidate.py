@@ -168,7 +168,6 @@ def test_damage_gives_no_model(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["{run}/nowhere", "o"], "there is no folder"),
         (["{run}", "o", "--tag", "x"], "has no checkpoint 'x'; it has 'global_step3'"),
         (["{run}", "o.safetensors", "--max-shard-size", "1GB"], "--max-shard-size is for a folder"),
         (["{run}", "o", "--max-shard-size", "much"], "--max-shard-size: got 'much', wanted a number of bytes"),

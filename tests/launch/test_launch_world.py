@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from launching import Launchers
 from test_hosts import said
 
 from zero.launch.args.hosts import HostFlags
@@ -214,25 +213,17 @@ def test_files_reach_the_ranks_of_one_machine_and_of_many(alone: Path) -> None:
     assert plan(asked(num_gpus=2, no_env_files=True), 0).shared.keys() == {"OMP_NUM_THREADS"}
 
 
-# One host that is this machine, in earnest; and nothing heavy where nothing starts.
+# One host that is this machine, in earnest.
 
 
-def zero(*words: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, *words]
-    return subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def test_one_host_that_is_this_machine_runs(alone: Path) -> None:
+def test_one_host_that_is_this_machine_runs(launchers: Launchers, alone: Path) -> None:
     (alone / "H").write_text(f"n1 slots=8\n{socket.gethostname()} slots=4")
     (alone / ".zero_env").write_text("MINE='a b'")
     names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "MINE")
     (alone / "t.py").write_text(
         f"import os, sys\nsys.stdout.write('|'.join([os.environ[name] for name in {names!r}] + sys.argv[1:]) + chr(10))"
     )
-    ended = zero("-m", "zero", "run", "-H", "H", "-i", f"{socket.gethostname()}:1,3", "t.py", "--", "-x")
+    words = ("run", "-H", "H", "-i", f"{socket.gethostname()}:1,3", "t.py", "--", "-x")
+    ended = launchers.run(*words, environment=os.environ, folder=alone)
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == ["0|2|1,3|a b|--|-x", "1|2|1,3|a b|--|-x"]

@@ -60,17 +60,6 @@ def test_a_port_that_is_taken_on_the_first_host_is_named(hosts, tmp_path):
 
 
 @pytest.mark.long
-def test_without_the_check_a_host_that_cannot_be_reached_ends_the_others(hosts, tmp_path):
-    hosts.refuse("n2")
-    try:
-        end = Job(hosts, tmp_path, "--no_check").start().ended()
-    finally:
-        hosts.serve("n2")
-    assert end.status == 255, end
-    assert "n2" in end.err and "Connection refused" in end.err, end
-
-
-@pytest.mark.long
 def test_hosts_may_be_started_by_hand(hosts, tmp_path):
     job = Job(hosts, tmp_path, slots=(1, 2))
     parts = [job.part(number) for number in range(2)]
