@@ -15,11 +15,11 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44318,
+    "tests": 44317,
     "zero/*.py": 1092,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
-    "zero/compat": 1079,
+    "zero/compat": 1078,
     "zero/config": 2192,
     "zero/core": 7060,
     "zero/data": 1076,
@@ -35,11 +35,11 @@ LIMITS = {
     "zero/recompute": 1245,
     "zero/sizes": 1711,
     "zero/tiled": 599,
-    "zero/tools": 4900,
+    "zero/tools": 4875,
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 97123
+SUM = 97096
 
 
 def parts() -> dict[str, int]:

@@ -21,7 +21,7 @@ from zero.tools.report.written_run import read
 HEADINGS = [
     "Overview", "Loss", "Learning rate", "Norm of the gradient", "Tokens per second", "Model FLOPs utilization (MFU)",
     "Memory by kind", "Time of a step by phase", "Bytes sent in a step", "Logged: accuracy", "Timeline of a step",
-    "Units", "Warnings", "Configuration", "Versions",
+    "Warnings", "Configuration", "Versions",
 ]  # fmt: skip
 
 KILLED = """
@@ -56,7 +56,6 @@ def test_it_has_a_part_for_all_that_the_folder_tells(page: str) -> None:
     text = " ".join(plain(page).split())
     assert "State ended" in text
     assert "optimizer 42 43 +2.4% 43 43" in text, "the plan, and the most that was alive"
-    assert "blocks.5 1,770,000 6.752 fp32 0.5 45 0.02" in text
     assert "torch 2.13.0" in text
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _ONE_KIND = "zero has data parallelism only so far"
-_ITS_CLASS = "deepspeed.DeepSpeedOptimizer, the class of engine.optimizer"
 _LOADS = "every checkpoint loads at any world size and stage by itself"
 _OWN_FILES = "checkpoints of zero have no such file; client state comes from engine.load_checkpoint"
 _TIMES = '"wall_clock_breakdown": true in the JSON'

@@ -68,11 +68,10 @@ class _Trainer:
         self._folder = folder
         stages = len(list(engine_runs(request.stages, 1, request.steps, request.offload)))
         # For each accumulation plain torch alone, nudged, and beside one of the stages, which mostly are alike.
-        self._done, self._total = 0, len(request.accumulations) * (stages + 3)
-        say(f"some {self._total} runs of {request.script}, once the ranks have imported torch and zero")
+        total = len(request.accumulations) * (stages + 3)
+        say(f"some {total} runs of {request.script}, once the ranks have imported torch and zero")
         ranks.met()
-        self._begin = time.monotonic()
-        self.bar = tqdm(total=self._total, desc="zero check", unit="run", leave=False, disable=None)
+        self.bar = tqdm(total=total, desc="zero check", unit="run", leave=False, disable=None)
 
     def train(self, one: CheckRun, lead: RunRecord | None) -> RunRecord:
         """Run the script as `one` says; what went wrong is said at once, and raised as `Failed`."""
@@ -83,20 +82,11 @@ class _Trainer:
         status, output = self._ranks.run(variables, folder, self._request.timeout)
         outcome = load(folder) if status == 0 else None
         seconds = time.monotonic() - begin
-        self._done += 1
         self.bar.update()
         if outcome is not None:
-            say(f"{one.name}: {seconds:.1f} s{self._left()}")
+            say(f"{one.name}: {seconds:.1f} s")
             return outcome
         why = why_not(folder, one.steps, status, f"{self._request.timeout:g} s (--timeout)")
         tail = "\n".join(output.splitlines()[-_TAIL:])
         say(f"{one.name}: {why}" + (f"; the end of its output:\n{tail}" if tail else ", and it printed nothing"))
         raise Failed(why)
-
-    def _left(self) -> str:
-        """Where there is no bar, how far this is."""
-        more = self._total - self._done
-        if not self.bar.disable or more <= 0:
-            return ""
-        seconds = (time.monotonic() - self._begin) / self._done * more
-        return f" ({self._done} of some {self._total} runs, {seconds:.0f} s left)"

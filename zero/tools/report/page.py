@@ -262,21 +262,6 @@ def _timeline(run: WrittenRun) -> list[PagePart]:
     return [PagePart("Timeline of a step", words, timeline(spans), [table])]
 
 
-def _units(run: WrittenRun) -> list[PagePart]:
-    event = run.ranks[0].last("unit_norms")
-    norms, rows = event.get("units") or {}, []
-    for unit in run.facts.get("units") or ():
-        of = [_NAN if value is None else value for value in norms.get(unit["name"], [_NAN] * 3 if norms else [])]
-        share = [of[2] / of[1] if of[1] else _NAN] if of else []
-        sizes = f"{unit['numel']:,}", _number(unit["bytes"] / MIB), unit["dtype"]
-        rows.append([unit["name"], *sizes, *map(_number, of + share)])
-    head = ["unit", "parameters", "MiB", "dtype"]
-    head += ["gradient", "parameter", "update", "update / parameter"] if norms else []
-    words = [f"The norms are of step {event['step']:,}, over all ranks."] if norms else []
-    tables = [Table("What is gathered, reduced and updated together", head, rows)]
-    return [PagePart("Units", words, tables=tables)] if rows else []
-
-
 def _facts(run: WrittenRun) -> list[PagePart]:
     warned = sorted((event["time"], rank.number, event["text"]) for rank in run.ranks for event in rank.of("warning"))
     rows = [(_clock(time), number, text) for time, number, text in warned]
@@ -290,4 +275,4 @@ def _facts(run: WrittenRun) -> list[PagePart]:
     return sections
 
 
-_SECTIONS: Sequence[Callable[[WrittenRun], list[PagePart]]] = (_overview, _curves, _timeline, _units, _facts)
+_SECTIONS: Sequence[Callable[[WrittenRun], list[PagePart]]] = (_overview, _curves, _timeline, _facts)
