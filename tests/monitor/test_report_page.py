@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import run_folders
-from launching import ROOT
-from nodes import environment
 
 from zero.__main__ import main
 from zero.tools.report.page import _curves
@@ -23,19 +19,6 @@ HEADINGS = [
     "Memory by kind", "Time of a step by phase", "Bytes sent in a step", "Logged: accuracy", "Timeline of a step",
     "Warnings", "Configuration", "Versions",
 ]  # fmt: skip
-
-KILLED = """
-import os, signal, sys, time
-from scenario import run
-
-def last(engine):
-    engine.monitor.write_events([("a", 1.0, 1)])
-    while len(open(os.path.join(sys.argv[1], "rank-0.jsonl")).readlines()) < 5:
-        time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-run("net", 2, 4, zero={"report": sys.argv[1]}, keep=last)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -147,15 +130,3 @@ def test_without_bokeh_it_says_what_to_install(tmp_path: Path, monkeypatch: pyte
     assert main(["report", "--run", str(tmp_path)]) == 2
     assert "pip install 'zero[report]'" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
-
-
-@pytest.mark.long
-def test_of_a_run_that_was_killed_it_has_the_steps_and_says_so(tmp_path: Path) -> None:
-    pytest.importorskip("bokeh")
-    path = f"{ROOT}:{ROOT / 'tests'}"
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    done = subprocess.run(command, env=environment(PYTHONPATH=path), capture_output=True, timeout=300, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert main(["report", "--run", str(tmp_path)]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "not ended on rank 0: killed, or going on" in page and "1 to 4, of which 0 skipped" in page

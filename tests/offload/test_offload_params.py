@@ -115,9 +115,6 @@ def test_another_order_than_foretold_waits_for_nobody(tmp_path: Path) -> None:
     assert unlike(model, sections, {}, steps=4, loop=in_another_order) == []
 
 
-# What a script does between steps, right behind a step whose updates may still run.
-
-
 def built(way: dict[str, Any] | None) -> nn.Module:
     if way is None:
         return make_net()
