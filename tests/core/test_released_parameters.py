@@ -229,11 +229,3 @@ def test_backward_into_freed_memory_raises_instead_of_crashing():
     module(*batch(0, 4))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses[0].backward()
-
-
-@pytest.mark.ranks(2)
-def test_offloaded_states_say_what_to_do() -> None:
-    engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
-    engine.offload_states()
-    assert "call engine.reload_states() first" in said_by(engine.module.state_dict)
-    engine.destroy()

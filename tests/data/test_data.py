@@ -77,18 +77,6 @@ def test_each_pass_shuffles_anew_and_all_ranks_shuffle_alike():
     assert len({tuple(mine) for mine, _ in passes}) == 3
 
 
-def test_a_pass_has_its_order_by_its_number():
-    (loader,) = loaders(20, 1, 4)
-    orders = [samples(loader) for _ in range(3)]
-    (again,) = loaders(20, 1, 4)
-    again.set_epoch(2)
-    assert samples(again) == orders[2]
-    again.set_epoch(0)
-    assert [samples(again), samples(again)] == orders[:2]
-    (other,) = loaders(20, 1, 4, seed=1)
-    assert samples(other) != orders[0]
-
-
 def test_a_pass_that_was_broken_off_is_over():
     (loader,) = loaders(20, 1, 4)
     orders = [samples(loader) for _ in range(2)]

@@ -72,6 +72,7 @@ def test_a_loop_sets_the_epoch_in_the_sampler_as_it_does_with_torchs_loader() ->
     loader.sampler.set_epoch(1)
     assert samples(zero.skip_first_batches(loader, 1)) == passes[1][4:]
     assert samples(loader) == passes[2], "without a word of the loop passes are numbered on"
+    assert samples(Loader(Numbers(20), batch_size=4, rank=0, world_size=2, seed=1)) != passes[0]
 
 
 def test_streams_and_loaders_of_others_are_read_and_dropped() -> None:

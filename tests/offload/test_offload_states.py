@@ -104,6 +104,7 @@ def uses(stage: int) -> list[str]:
         said_by(lambda: engine.module(*mine)),
         said_by(lambda: zero.GatheredParameters(param).__enter__()),
         said_by(engine.module_state_dict),
+        said_by(engine.module.state_dict),
     ]
     engine.reload_states()
     step(engine, 0)
