@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from models import config
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zero
 
@@ -84,7 +85,7 @@ def settings(stage: int, cp: int, mode: str, **more: Any) -> dict[str, Any]:
 class Lines(nn.Module):
     """A model of the user's own: positions, attention, a head; the loss outside of it, or of `targets`."""
 
-    def __init__(self, own: bool = True) -> None:
+    def __init__(self, own: str = "own") -> None:
         super().__init__()
         torch.manual_seed(2)
         self.embed, self.place = nn.Embedding(VOCABULARY, 16), nn.Embedding(64, 16)
@@ -94,8 +95,10 @@ class Lines(nn.Module):
         places = torch.arange(tokens.shape[1])[None] if position_ids is None else position_ids
         hidden = self.embed(tokens) + self.place(places)
         query, key, value = self.mix(hidden).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        if self.own:
+        if self.own == "own":
             seen = zero.attention(query, key, value)
+        elif self.own == "checkpointed":
+            seen = checkpoint(zero.attention, query, key, value, use_reentrant=False)
         else:
             with zero.shared_attention():
                 seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)

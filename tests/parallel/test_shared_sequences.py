@@ -121,26 +121,44 @@ def test_deepspeed_7672_key_heads_that_are_fewer_than_the_ranks_have_the_gradien
     check("qwen", 2, "ulysses", 3, "plain", {})
 
 
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = Lines()
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, position_ids: Any = None) -> torch.Tensor:
+        return self.lines(tokens, targets, position_ids)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 def test_models_of_the_user_s_own(mode: str) -> None:
+    """Attention by our function, in place of torch's, in a function that is recomputed, in a block that is."""
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     targets = tokens.roll(-1, 1)
     targets[:, 20:] = -100
-    for own in (True, False):
-        wanted = Lines()(tokens, targets)
-        engine, *_ = zero.initialize(model=Lines(own), config=settings(3, 2, mode))
+    model = Lines()
+    wanted = model(tokens, targets)
+    wanted.backward()
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    for own, modules in (("own", []), ("torch's", []), ("checkpointed", []), ("own", ["Lines"])):
+        made = settings(3, 2, mode)
+        if modules:
+            made["zero"]["recompute"] = {"modules": modules}
+        whole = Wrapped() if modules else Lines(own)
+        engine, *_ = zero.initialize(model=whole, config=made)
         loss = engine(tokens, targets)
         assert abs(loss - wanted) < 1e-6
         engine.backward(loss)
+        for name, param in engine.module.named_parameters():
+            assert (safe_get_full_grad(param) - grads[name.removeprefix("lines.")]).abs().max() <= 1e-6, (own, name)
         engine.step()
-        whole = torch.zeros(ROWS, 32, dtype=torch.long)  # no multiple of the ranks would need targets
-        logits = engine(whole)
-        assert logits.shape == (ROWS, 16, VOCABULARY)
-        places = cut_sequence(engine, torch.arange(32)[None])
-        rank = dist.get_rank()
-        own = [*range(8 * rank, 8 * rank + 8), *range(24 - 8 * rank, 32 - 8 * rank)]
-        assert places.tolist() == [own if mode == "ring" else [*range(16 * rank, 16 * rank + 16)]]
+        if not modules:
+            logits = engine(torch.zeros(ROWS, 32, dtype=torch.long))  # of no multiple it would need targets
+            assert logits.shape == (ROWS, 16, VOCABULARY)
+            places, rank = cut_sequence(engine, torch.arange(32)[None]), dist.get_rank()
+            ends = [*range(8 * rank, 8 * rank + 8), *range(24 - 8 * rank, 32 - 8 * rank)]
+            assert places.tolist() == [ends if mode == "ring" else [*range(16 * rank, 16 * rank + 16)]]
         engine.destroy()
 
 

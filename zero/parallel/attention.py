@@ -3,22 +3,51 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from zero.core.torch_private import backward_task
 from zero.parallel import ring, ulysses
 from zero.parallel.ring import Masking
 from zero.parallel.sequence import Sequence, whole_sequence
 
-# Models call a function that knows no engine. Its answer is that of the module that runs on this thread, if it is of an
-# engine whose ranks share sequences: the mode, and the sequence of queries of this shape.
-Shared = Callable[[torch.Tensor, torch.Tensor], "tuple[str, Sequence] | None"]
-RUNNING: ContextVar[Shared | None] = ContextVar("zero_shared_sequence", default=None)
+
+class SharingEngine(Protocol):
+    """An engine whose ranks share sequences."""
+
+    shares: bool  # whether attention that runs now is over shared sequences
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor) -> tuple[str, Sequence] | None:
+        """The mode, and the sequence of queries of this shape, None where they are of none that is shared."""
+
+    def plain(self, config: Any) -> str:
+        """The implementation of attention that a configuration of transformers named."""
+
+
+# Models call a function that knows no engine: it asks that of the module that runs on this thread. What is recomputed
+# in a backward may run outside of modules, and on a thread of autograd: then the only engine that awaits a backward.
+RUNNING: ContextVar[SharingEngine | None] = ContextVar("zero_shared_sequence", default=None)
+LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def running() -> SharingEngine | None:
+    """The engine whose model attends now; None for a model of none, or of one whose ranks share no sequences."""
+    engine = RUNNING.get()
+    if engine is not None or backward_task() < 0:
+        return engine
+    awaiting = [each for each in LIVE if each.shares]
+    if len(awaiting) > 1:
+        raise RuntimeError(
+            f"recomputed attention: it may be of {len(awaiting)} engines that share sequences and await a backward; "
+            "recompute modules, not functions, or run each engine's backward before the next one's forward"
+        )
+    return awaiting[0] if awaiting else None
 
 
 def attention(
@@ -54,8 +83,8 @@ def attention(
 
 def shared(query: torch.Tensor, key: torch.Tensor) -> tuple[str, Sequence] | None:
     """The mode and the sequence of an attention that runs, None where the ranks share none."""
-    ask = RUNNING.get()
-    return None if ask is None else ask(query, key)
+    engine = running()
+    return None if engine is None else engine(query, key)
 
 
 def _in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

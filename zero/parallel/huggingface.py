@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zero.parallel import ulysses
-from zero.parallel.attention import RUNNING, attention, refuse, shared
+from zero.parallel.attention import attention, refuse, running, shared
 from zero.parallel.sequence import Sequence
 
 NAME = "zero_shared"
@@ -71,8 +71,8 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    running: Any = RUNNING.get()
-    name = "sdpa" if running is None else running.plain(module.config)
+    engine = running()
+    name = "sdpa" if engine is None else engine.plain(module.config)
     given = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
     given |= {} if is_causal is None else {"is_causal": is_causal}
     found = shared(query, key)
@@ -119,9 +119,9 @@ def _mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
     """No mask where the sequence is shared, whose documents attention knows; else as the model would make it."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    running: Any = RUNNING.get()
-    if running is not None and running.shares:
+    engine = running()
+    if engine is not None and engine.shares:
         return None
-    name = "sdpa" if running is None else running.plain(config)
+    name = "sdpa" if engine is None else engine.plain(config)
     make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     return None if make is None else make(*args, config=config, **kwargs)

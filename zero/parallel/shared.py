@@ -18,7 +18,7 @@ from zero.core.world import Axis
 from zero.kernels.crc32 import crc32
 from zero.log import rank_zero
 from zero.parallel import huggingface
-from zero.parallel.attention import RUNNING
+from zero.parallel.attention import LIVE, RUNNING
 from zero.parallel.refusals import refuse_model
 from zero.parallel.sequence import Sequence, documents_of, grouped
 from zero.plan.sequences import pieces
@@ -45,6 +45,7 @@ class SharedSequences:
         self._ended = self._checked = self._told = False
         self._calls = 0
         self._plain = huggingface.adopt(module)
+        LIVE.add(self)
         self._hooks = [hook for each in module.modules() for hook in self._hooked(each)]
 
     def run(self, model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
@@ -89,13 +90,14 @@ class SharedSequences:
 
     def close(self) -> None:
         """Leave the module as it was."""
+        LIVE.discard(self)
         huggingface.give_back(self._module, self._plain)
         for hook in self._hooks:
             hook.remove()
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> tuple[str, Sequence] | None:
-        """See `zero.parallel.attention.RUNNING`."""
-        if self._now is None and backward_task() < 0:
+        """See `SharingEngine`."""
+        if not self.shares:
             return None  # called by itself, as by generate()
         fitting = [each for each in self._seen if each.size == query.shape[2]] if self._now is None else [self._now]
         if len(fitting) > 1:
@@ -114,7 +116,7 @@ class SharedSequences:
         return self._mode, fitting[0]
 
     def plain(self, config: Any) -> str:
-        """The implementation of attention that a configuration of transformers named."""
+        """See `SharingEngine`."""
         return self._plain.get(id(config), "sdpa")
 
     @contextlib.contextmanager
