@@ -61,7 +61,9 @@ def test_models_of_transformers_that_cannot_are_named() -> None:
 
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCABULARY}
     classes = hf.BertForSequenceClassification(hf.BertConfig(**sizes, intermediate_size=48))
+    own = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 1, "num_heads": 4, "vocab_size": VOCABULARY}
     for model, text in [
+        (hf.T5ForConditionalGeneration(hf.T5Config(**own)), r"has an encoder and a decoder: two sequences"),
         (classes, r"has the loss 'ForSequenceClassification', which is of whole sequences"),
         (build("llama", output_attentions=True, attn_implementation="eager"), r"config has output_attentions"),
     ]:
@@ -77,7 +79,7 @@ def test_models_of_transformers_that_cannot_are_named() -> None:
         engine(**batch, output_attentions=True)
     with pytest.raises(ValueError, match="attention_mask of 4 dimensions"):
         engine(**batch, attention_mask=torch.ones(ROWS, 1, LENGTH, LENGTH))
-    with pytest.raises(ValueError, match="30 positions are no multiple of 4, and no argument is called labels"):
+    with pytest.raises(ValueError, match="30 positions are no multiple of 4, and no argument of integers is called labels"):
         engine(input_ids=batch["input_ids"])
     engine.destroy()
 
@@ -101,4 +103,42 @@ def test_a_model_whose_attention_stays_on_its_piece_is_named() -> None:
     tokens = torch.zeros(ROWS, 8, dtype=torch.long)
     with pytest.raises(RuntimeError, match=r"no attention of Deaf has seen the whole sequence; let it call zero\.att"):
         engine(tokens, tokens)
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_numbers_that_a_loss_leaves_out_are_asked_for_by_name() -> None:
+    class Own(Lines):
+        def forward(self, tokens: torch.Tensor, y: torch.Tensor, position_ids: Any = None) -> torch.Tensor:
+            return super().forward(tokens, y, position_ids)
+
+    engine, *_ = zero.initialize(model=Own(), config=settings(1, 2, "ring"))
+    tokens = torch.ones(ROWS, 8, dtype=torch.long)
+    engine(tokens, tokens)
+    with pytest.raises(
+        ValueError, match="y has negative numbers; where they say what the loss leaves out, call it lab"
+    ):
+        engine(tokens, torch.where(torch.arange(8) < 3, -100, tokens))
+    engine.destroy()
+
+
+@needs_transformers
+@pytest.mark.ranks(2)
+def test_a_model_that_shifts_labels_by_itself_or_tells_no_window_is_named() -> None:
+    import transformers as hf
+
+    class Shifting(hf.LlamaForCausalLM):
+        def forward(self, input_ids: Any, labels: Any = None, position_ids: Any = None, **more: Any) -> Any:
+            logits = self.lm_head(self.model(input_ids, position_ids=position_ids, **more).last_hidden_state)
+            return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    model, batch = build("llama"), inputs(0, "plain")
+    model.__class__ = Shifting
+    engine, *_ = zero.initialize(model=model, config=settings(1, 2, "ring"))
+    with pytest.raises(ValueError, match="whether Shifting shifts its labels is not known; call the argument targets"):
+        engine(**batch)
+    engine.destroy()
+    engine, *_ = zero.initialize(model=build("llama", sliding_window=4), config=settings(1, 2, "ring"))
+    with pytest.raises(RuntimeError, match="has layers with a sliding window, and its attention is not told of it"):
+        engine(**batch)
     engine.destroy()

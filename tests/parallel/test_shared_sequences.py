@@ -300,6 +300,22 @@ def test_a_model_generates_whole_sequences_and_is_given_back_as_it_was() -> None
 
 
 @needs_transformers
+@pytest.mark.long
+@pytest.mark.ranks(2)
+def test_compiled_blocks_attend_by_the_documents_of_each_forward() -> None:
+    model = build("llama")
+    wanted = [model(**inputs(number, form)).loss.item() for number, form in ((0, "plain"), (1, "packed"), (2, "plain"))]
+    engine, *_ = zero.initialize(model=model, config=settings(1, 2, "ring"))
+    engine.compile(backend="eager")
+    with torch.no_grad():
+        found = [
+            engine(**inputs(number, form)).loss.item() for number, form in ((0, "plain"), (1, "packed"), (2, "plain"))
+        ]
+    assert found == pytest.approx(wanted, rel=1e-6)
+    engine.destroy()
+
+
+@needs_transformers
 @pytest.mark.ranks(2)
 def test_recomputed_attention_of_two_forwards_with_different_documents_is_named() -> None:
     made = settings(1, 2, "ring") | {"zero": {"context": {"mode": "ring"}, "recompute": {"modules": ["*layers.*"]}}}

@@ -22,6 +22,7 @@ class SharingEngine(Protocol):
     """An engine whose ranks share sequences."""
 
     shares: bool  # whether attention that runs now is over shared sequences
+    windows: int  # how often attention was told of a sliding window
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> tuple[str, Sequence] | None:
         """The mode, and the sequence of queries of this shape, None where they are of none that is shared."""
@@ -71,6 +72,12 @@ def attention(
     masking = Masking(causal, window)
     query, key, value = _in_one_dtype(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _attend(query, key, value, masking, scale)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking, scale: float
+) -> torch.Tensor:
     found = shared(query, key)
     if found is None:
         return ring.attend(query, key, value, whole_sequence(len(query), query.shape[2]), masking, scale)
@@ -79,6 +86,16 @@ def attention(
         return ring.attend(query, key, value, sequence, masking, scale)
     alone = sequence.alone()
     return ulysses.attend(query, key, value, sequence.axis, lambda *parts: ring.attend(*parts, alone, masking, scale))
+
+
+def keep_out_compiler() -> None:
+    """From now on, compiled code calls attention as it is: what it does depends on each forward's documents.
+
+    It imports the compiler, which takes over a second; so not before ranks share sequences.
+    """
+    global _attend
+    if not hasattr(_attend, "_torchdynamo_orig_callable"):
+        _attend = torch.compiler.disable(_attend)
 
 
 def shared(query: torch.Tensor, key: torch.Tensor) -> tuple[str, Sequence] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -23,7 +24,7 @@ def adopt(module: nn.Module) -> dict[int, str]:
         return {}
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-    AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(NAME, torch.compiler.disable(_attention))
     AttentionMaskInterface.register(NAME, _mask)
     configs = {id(each.config): each.config for each in module.modules() if isinstance(each, PreTrainedModel)}
     named = {key: config._attn_implementation for key, config in configs.items()}
@@ -41,6 +42,14 @@ def give_back(module: nn.Module, plain: Mapping[int, str]) -> None:
             config._attn_implementation = plain[id(config)]
 
 
+def has_windows(module: nn.Module) -> bool:
+    """Whether a layer of the model sees a sliding window only."""
+    config = getattr(module, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers = getattr(config, "layer_types", None)
+    return bool(getattr(config, "sliding_window", None)) and (layers is None or "sliding_attention" in layers)
+
+
 def shifts(module: nn.Module, aligned: tuple[str, ...]) -> bool:
     """Whether the model's loss compares each position with the label of the next one.
 
@@ -49,7 +58,10 @@ def shifts(module: nn.Module, aligned: tuple[str, ...]) -> bool:
     if "labels" in aligned:
         return False
     loss, name = getattr(module, "loss_type", None), type(module).__name__
-    if loss is None and hasattr(module, "loss_function") and ("LMHead" in name or "CausalLM" in name):
+    codes = [inspect.unwrap(type(each).forward).__code__ for each in module.modules() if hasattr(each, "loss_type")]
+    if not any({"loss_function", "shift_labels"} & {*code.co_names, *code.co_varnames} for code in codes):
+        loss = loss if loss not in (None, "ForCausalLM") else None  # it shifts by itself, whatever it is given
+    elif loss is None and ("LMHead" in name or "CausalLM" in name):
         loss = "ForCausalLM"  # what transformers falls back on
     if loss is None:
         raise ValueError(
@@ -80,6 +92,7 @@ def _attention(
         return _implementation(name, module)(module, query, key, value, attention_mask, **given, **kwargs)
     refuse(attention_mask, dropout, **{name: kwargs.get(name) for name in ("softcap", "s_aux", "position_bias")})
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    engine.windows += bool(sliding_window)
     mode, sequence = found
     if mode == "ulysses" and "flash" in name:  # it has a kernel of its own
 

@@ -31,6 +31,8 @@ def refuse_model(module: nn.Module) -> None:
             f"sequence_parallel_size: got layers of {', '.join(other)}; what they see is not shared, only that of "
             f"{' and '.join(_LAYERS)}"
         )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"sequence_parallel_size: {type(module).__name__} has an encoder and a decoder: two sequences")
     for key in ("output_attentions", "output_router_logits"):
         if getattr(config, key, False):
             raise ValueError(f"sequence_parallel_size: the model's config has {key}, which needs the whole sequence")

@@ -18,7 +18,7 @@ from zero.core.world import Axis
 from zero.kernels.crc32 import crc32
 from zero.log import rank_zero
 from zero.parallel import huggingface
-from zero.parallel.attention import LIVE, RUNNING
+from zero.parallel.attention import LIVE, RUNNING, keep_out_compiler
 from zero.parallel.refusals import refuse_model
 from zero.parallel.sequence import Sequence, documents_of, grouped
 from zero.plan.sequences import pieces
@@ -43,8 +43,10 @@ class SharedSequences:
         self._last: Sequence | None = None
         self._seen: list[Sequence] = []  # those whose backward may come
         self._ended = self._checked = self._told = False
-        self._calls = 0
+        self._calls = self.windows = 0  # of attention, and those of them that were told a window
+        self._windows = huggingface.has_windows(module)
         self._plain = huggingface.adopt(module)
+        keep_out_compiler()
         LIVE.add(self)
         self._hooks = [hook for each in module.modules() for hook in self._hooked(each)]
 
@@ -62,6 +64,11 @@ class SharedSequences:
         sequence = self._cut(named) if self.cuts else self._as_cut(named)
         with self._running(sequence):
             output = model(**named)
+        if self._windows and not self.windows:
+            raise RuntimeError(
+                f"sequence_parallel_size: {type(self._module).__name__} has layers with a sliding window, and its "
+                "attention is not told of it; train this model with sequence_parallel_size 1"
+            )
         if not self._calls:
             raise RuntimeError(
                 f"sequence_parallel_size: no attention of {type(self._module).__name__} has seen the whole sequence; "
@@ -186,13 +193,14 @@ class SharedSequences:
         self._shift(named)
         sequence = Sequence(self._axis, pieces(length + more, ranks, halves), grouped(documents))
         cut = [name for name, value in named.items() if self._has_sequence(name, value, rows, length)]
-        if more and not _targets(cut):
+        targets = _targets({name: named[name] for name in cut})
+        if more and not targets:
             raise ValueError(
                 f"sequence_parallel_size: {length} positions are no multiple of {ranks * (1 + halves)}, and no "
-                "argument is called labels or targets, in which padding is left out; pad the sequence"
+                "argument of integers is called labels or targets, in which padding is left out; pad the sequence"
             )
         for name in cut:
-            fill = IGNORED if name in _targets([name]) else 0
+            fill = IGNORED if name in targets else 0
             behind = (0, 0) * (named[name].ndim - 2) + (0, more)
             named[name] = sequence.piece(pad(named[name], behind, value=fill) if more else named[name])
         if not self._told:
@@ -232,7 +240,13 @@ class SharedSequences:
         count = None
         if "num_items_in_batch" not in named:  # else it is a part of a sum, divided by it
             targets = _targets(named)
-            count = float((named[targets[0]] != IGNORED).sum()) if targets else 1.0
+            count = float((named[targets[0]] >= 0).sum()) if targets else 1.0
+            integers = [name for name in named if not targets and _are_integers(named[name]) and named[name].ndim > 1]
+            if odd := [name for name in integers if (named[name] < 0).any()]:
+                raise ValueError(
+                    f"sequence_parallel_size: {odd[0]} has negative numbers; where they say what the loss leaves out, "
+                    "call it labels or targets, so that a rank's loss weighs what it counts"
+                )
         loss = _Mean.apply(loss, count, self._axis)
         if isinstance(output, torch.Tensor):
             return loss
@@ -278,9 +292,13 @@ def _first(named: Mapping[str, Any]) -> str:
     return known[0]
 
 
-def _targets(names: Any) -> list[str]:
-    """The arguments in which padding is left out of the loss."""
-    return [name for name in names if "label" in name or "target" in name]
+def _targets(named: Mapping[str, Any]) -> list[str]:
+    """The arguments in which what is negative, as padding, is left out of the loss."""
+    return [name for name in named if ("label" in name or "target" in name) and _are_integers(named[name])]
+
+
+def _are_integers(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype != torch.bool
 
 
 def refuse_arguments(named: Mapping[str, Any]) -> None:
