@@ -79,7 +79,7 @@ def test_models_of_transformers_that_cannot_are_named() -> None:
         engine(**batch, output_attentions=True)
     with pytest.raises(ValueError, match="attention_mask of 4 dimensions"):
         engine(**batch, attention_mask=torch.ones(ROWS, 1, LENGTH, LENGTH))
-    with pytest.raises(ValueError, match="30 positions are no multiple of 4, and no argument of integers is called labels"):
+    with pytest.raises(ValueError, match="no multiple of 4, and no argument of integers is called labels"):
         engine(input_ids=batch["input_ids"])
     engine.destroy()
 
