@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44344,
+    "tests": 44345,
     "zero/*.py": 1092,
     "zero/as_deepspeed": 1327,
     "zero/checkpoint": 2687,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 97204
+SUM = 97205
 
 
 def parts() -> dict[str, int]:
