@@ -15,22 +15,22 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44345,
+    "tests": 44746,
     "zero/*.py": 1092,
-    "zero/as_deepspeed": 1327,
+    "zero/as_deepspeed": 1355,
     "zero/checkpoint": 2687,
-    "zero/compat": 1078,
-    "zero/config": 2192,
+    "zero/compat": 1200,
+    "zero/config": 2193,
     "zero/core": 7060,
     "zero/data": 1076,
-    "zero/engine": 6773,
+    "zero/engine": 6774,
     "zero/examples": 99,
     "zero/kernels": 2017,
     "zero/launch": 4230,
     "zero/memory": 1503,
     "zero/monitor": 1188,
     "zero/optim": 2710,
-    "zero/parallel": 1039,
+    "zero/parallel": 1041,
     "zero/plan": 1669,
     "zero/recompute": 1245,
     "zero/sizes": 1711,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1387,
 }
-SUM = 97205
+SUM = 97760
 
 
 def parts() -> dict[str, int]:

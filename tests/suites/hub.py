@@ -41,7 +41,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GROUPS, "vocab_size": 512, "moe_intermediate_size": 32, "num_experts": 4},
     ),
     "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5": ("Qwen2ForCausalLM", {**_GROUPS, **_WORDS}),
-    "hf-internal-testing/tiny-random-LlamaForCausalLM": ("LlamaForCausalLM", {**_GROUPS, **_WORDS}),
+    "hf-internal-testing/tiny-random-LlamaForCausalLM": (
+        "LlamaForCausalLM",
+        {**_GROUPS, "vocab_size": 256, "initializer_range": 0.2},
+    ),
     "distilbert-base-uncased": (
         "DistilBertModel",
         {**_WORDS, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},

@@ -12,6 +12,7 @@ _NOT_BUILT = "the feature that it steers is not in zero; leave it out"
 _DECIDES = "the JSON decides: what there is a key for needs no module of its own"
 _CALLS_ENGINE = "the methods of the engine, which has no part with this name"
 _TRAINS = "zero trains; engine.generate writes texts with what it trains, and serving is for others"
+_ATTENTION = "zero.attention in the model, and `sequence_parallel_size` in the JSON"
 _INSIDE = "zero keeps its state in another way: zero.utils.safe_get_full_fp32_param and its like read and write it"
 
 INSTEAD: Mapping[str, str] = {
@@ -56,7 +57,8 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.pipe.PipelineModule": _ONE_KIND,
     "deepspeed.pipe.LayerSpec": _ONE_KIND,
     "deepspeed.pipe.TiedLayerSpec": _ONE_KIND,
-    "deepspeed.sequence": _ONE_KIND,
+    "deepspeed.sequence.layer.DistributedAttention": _ATTENTION,
+    "deepspeed.sequence.layer._SeqAllToAll": _ATTENTION,
     "deepspeed.add_tuning_arguments": "the section `scheduler` of the JSON",
     "deepspeed.profiling.flops_profiler.FlopsProfiler": "get_model_profile there, or `flops_profiler` of the JSON",
     "deepspeed.accelerator.abstract_accelerator": "deepspeed.accelerator.TorchAccelerator",
@@ -103,7 +105,8 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.runtime.hybrid_engine": "engine.generate",
     "deepspeed.runtime.pipe": _ONE_KIND,
     "deepspeed.runtime.rollout": "engine.generate and engine.stream_weights",
-    "deepspeed.runtime.sequence_parallel": _ONE_KIND,
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP": "zero.tile_mlp",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss": "zero.tile_loss",
     "deepspeed.runtime.swap_tensor": _DECIDES,
     "deepspeed.runtime.superoffload": _DECIDES,
     "deepspeed.runtime.tensor_parallel": _ONE_KIND,
@@ -118,7 +121,6 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.utils.init_on_device": "zero.Init, or torch.device as a context",
     "deepspeed.utils.OnDevice": "zero.Init, or torch.device as a context",
     "deepspeed.utils.comms_logging": "`comms_logger` of the JSON, and engine.log_comms_summary()",
-    "deepspeed.utils.groups": "zero.groups(engine), which has them by Megatron's names",
     "deepspeed.utils.instrument_w_nvtx": "torch.profiler",
     "deepspeed.checkpoint.utils.get_model_ckpt_name_for_rank": _OWN_FILES,
     "deepspeed.utils.zero_to_fp32.get_model_state_file": _OWN_FILES,

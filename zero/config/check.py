@@ -60,7 +60,8 @@ def load(
         try:
             batch = resolve(train, micro, steps, data_ranks)
         except ValueError as error:
-            errors.append(str(error))
+            note = "; ranks share sequences, which Accelerate is told by ParallelismConfig(sp_size=...) instead"
+            errors.append(str(error) + note * (file.sequence_parallel_size > 1))
     if batch is not None and file.zero.reduce == "tree":
         errors += filter(None, [tree_error(batch.steps, world_size)])
     errors += [*rules.precision(file), *rules.storage(file), *rules.graphs(file), *rules.means(file)]

@@ -38,6 +38,7 @@ class DataRanks(NamedTuple):
     model_parallel: int = 1
     tp: int = 1
     cp: int = 0
+    training_only: bool = False  # in eval that caller has a batch for each rank
 
     def sharded_over(self, settings: Config) -> int:
         """The number of ranks that state is cut over, of the config or the mesh; 0 for all. ConfigError if they differ.
@@ -112,7 +113,7 @@ def _sharing(mpu: Any, group: dist.ProcessGroup, size: int) -> DataRanks:
         raise ValueError(f"mpu: ranks {ranks} share sequences; wanted {size} neighbours of {world} ranks, in order")
     if any(callable(one := getattr(mpu, name, None)) and int(one()) > 1 for name in _MODEL_PARALLEL):
         raise ValueError("mpu: got ranks that share layers and ranks that share sequences; wanted one of the two")
-    return DataRanks(None, world, rank, source="mpu", cp=size)
+    return DataRanks(None, world, rank, source="mpu", cp=size, training_only=getattr(mpu, "disable_in_eval", False))
 
 
 def _of_group(group: dist.ProcessGroup, source: str, shard_size: int, model_parallel: int = 1) -> DataRanks:

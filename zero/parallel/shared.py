@@ -31,13 +31,13 @@ _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 class SharedSequences:
     """What `axis`, the ranks that share sequences, do around each forward of a model.
 
-    mode: "ulysses" or "ring"; names: of the arguments to cut, none to find them by shape; already: arguments come cut,
-    as by DeepSpeed's adapter of a loader, with `position_ids`, and in training only.
+    mode: "ulysses" or "ring"; names: of the arguments to cut, none to find them by shape; cuts: else they come cut, as
+    by DeepSpeed's adapter of a loader, with `position_ids`; training_only: in eval each rank has a batch of its own.
     """
 
-    def __init__(self, module: nn.Module, axis: Axis, mode: str, names: Mapping[str, Any], already: bool) -> None:
+    def __init__(self, module: nn.Module, axis: Axis, mode: str, names: Any, cuts: bool, training_only: bool) -> None:
         refuse_model(module)
-        self.cuts = not already
+        self.cuts, self._training_only = cuts, training_only
         self._axis, self._mode, self._names, self._module = axis, mode, tuple(names), module
         self._now: Sequence | None = None  # of the forward that runs
         self._last: Sequence | None = None
@@ -52,7 +52,8 @@ class SharedSequences:
 
     def run(self, model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
         """The model on this rank's pieces; the loss is the mean over the whole batch of all that share it."""
-        if not self.cuts and not self._module.training:
+        # A model from from_pretrained() is in eval, and some programs train it so.
+        if self._training_only and not (self._module.training or torch.is_grad_enabled()):
             return model(*inputs, **kwargs)
         takes = inspect.signature(self._module.forward).parameters.values()
         if inputs and any(each.kind is each.VAR_POSITIONAL for each in takes):
@@ -168,8 +169,8 @@ class SharedSequences:
             raise RuntimeError(
                 f"sequence_parallel_size: ranks {', '.join(map(str, self._axis.ranks))} share one sequence, and "
                 f"{', '.join(map(str, other))} were given another batch than {self._axis.ranks[0]}; give all of them "
-                "the same: initialize(training_data=...), engine.deepspeed_io(...), or a sampler over the "
-                f"data-parallel ranks (rank {self._axis.global_rank})"
+                "the same: initialize(training_data=...), engine.deepspeed_io(...), a sampler over the data-parallel "
+                f"ranks, or Accelerate's ParallelismConfig(sp_size={self._axis.size}) (rank {self._axis.global_rank})"
             )
 
     def _cut(self, named: dict[str, Any]) -> Sequence:
@@ -221,14 +222,15 @@ class SharedSequences:
         named["labels"] = named["shift_labels"]  # without which no loss is computed
 
     def _as_cut(self, named: dict[str, Any]) -> Sequence:
-        """The sequence of arguments that come cut in the order of ranks: documents by everyone's positions."""
+        """The sequence of arguments that come cut in order of ranks: documents by everyone's positions and masks."""
         if (positions := named.get("position_ids")) is None:
             raise ValueError("sequence_parallel_size: a batch that comes cut needs position_ids of the whole sequence")
-        told = comm.gather_scalars(positions.reshape(-1), self._axis, "positions")
-        whole = torch.cat(list(told.view(-1, *positions.shape).unbind(0)), 1)
-        rows, length = named[_first(named)].shape[0], whole.shape[1]
-        cut = pieces(length, self._axis.size, False)
-        return Sequence(self._axis, cut, grouped(documents_of(whole, None, rows, length)))
+        mask = named.pop("attention_mask", positions.new_ones(named[_first(named)].shape[:2])).to(positions)
+        mine = torch.stack([positions.expand(mask.shape), mask])
+        told = comm.gather_scalars(mine.view(-1), self._axis, "positions")
+        whole, masks = told.view(-1, *mine.shape).permute(1, 2, 0, 3).flatten(2)
+        cut = pieces(whole.shape[1], self._axis.size, False)
+        return Sequence(self._axis, cut, grouped(documents_of(whole, masks, *whole.shape)))
 
     def _with_loss(self, output: Any, named: Mapping[str, Any]) -> Any:
         """The output with the loss of all ranks that share the batch."""

@@ -18,6 +18,7 @@ _PACKAGES = (
     "pipe",
     "profiling",
     "runtime",
+    "sequence",
     "utils",
 )
 

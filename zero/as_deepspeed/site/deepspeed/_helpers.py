@@ -5,6 +5,7 @@ import operator
 import os
 import random
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -128,3 +129,17 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
     """Whether torch is at least the one and at most the other, by major and minor version."""
     here = Version(".".join(torch.__version__.split(".")[:2]))
     return Version(str(min_version or 0)) <= here <= (Version(str(max_version)) if max_version else here)
+
+
+mpu: Any = None  # of the last engine that was given one
+
+
+def _of_mpu(what: str, *alone: int) -> Any:
+    if mpu is None and not alone:
+        raise RuntimeError("no ranks share sequences: deepspeed.initialize() was given no mpu")
+    return alone[0] if mpu is None else getattr(mpu, f"get_sequence_parallel_{what}")()
+
+
+_get_sequence_parallel_world_size = partial(_of_mpu, "world_size", 1)
+_get_sequence_parallel_rank = partial(_of_mpu, "rank", 0)
+_get_sequence_parallel_group = partial(_of_mpu, "group")

@@ -21,6 +21,8 @@ def _from(home: str, names: str) -> dict[str, str]:
 _HELPERS, _FUSED = "deepspeed._helpers", "deepspeed._optimizers"
 _OPTIMIZERS, _CUT = "deepspeed.runtime.base_optimizer", "deepspeed.runtime.zero.partition_parameters"
 _ZERO = "register_external_parameter unregister_external_parameter TiledLinear"
+_ULYSSES = "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"
+_SHARING = "_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size"
 _SECTIONS = {"": "ZeroOptimization", "OffloadOptimizer": "OffloadOptimizer", "OffloadParam": "OffloadParam"}
 
 MODULES = {
@@ -41,11 +43,15 @@ MODULES = {
     "ops.lion": Names(_from(_FUSED, "DeepSpeedCPULion FusedLion")),
     "pipe": Names(refused=("PipelineModule", "LayerSpec", "TiedLayerSpec")),
     "profiling": Names(modules="flops_profiler"),
-    "runtime": Names(modules="base_optimizer bf16_optimizer config engine fp16 lr_schedules utils zero"),
+    "runtime": Names(
+        modules="base_optimizer bf16_optimizer config engine fp16 lr_schedules sequence_parallel utils zero"
+    ),
     "runtime.bf16_optimizer": Names(_from(_OPTIMIZERS, "BF16_Optimizer")),
     "runtime.fp16": Names(modules="fused_optimizer unfused_optimizer"),
     "runtime.fp16.fused_optimizer": Names(_from(_OPTIMIZERS, "FP16_Optimizer")),
     "runtime.fp16.unfused_optimizer": Names({"FP16_UnfusedOptimizer": f"{_OPTIMIZERS}:FP16_Optimizer"}),
+    "runtime.sequence_parallel": Names(modules="ulysses_sp"),
+    "runtime.sequence_parallel.ulysses_sp": Names(_from("zero.compat.ulysses", _ULYSSES)),
     "runtime.utils": Names(_from(_HELPERS, "see_memory_usage set_random_seed move_to_device clip_grad_norm_")),
     "runtime.zero": Names(
         _from(_CUT, "Init GatheredParameters ZeroParamStatus") | _from("zero", _ZERO),
@@ -58,6 +64,9 @@ MODULES = {
     "runtime.zero.stage3": Names(_from(_OPTIMIZERS, "DeepSpeedZeroOptimizer_Stage3")),
     "runtime.zero.stage_1_and_2": Names(_from(_OPTIMIZERS, "DeepSpeedZeroOptimizer")),
     "runtime.zero.utils": Names(_from(_HELPERS, "ZeRORuntimeException")),
+    "sequence": Names(modules="layer"),
+    "sequence.layer": Names(refused=("DistributedAttention", "_SeqAllToAll")),
+    "utils.groups": Names(_from(_HELPERS, _SHARING)),
     "utils.torch": Names(_from(_HELPERS, "required_torch_version")),
 }
 """By their paths below `deepspeed`; whatever is not here and in no file of its own is not in zero."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from deepspeed import _helpers
 from deepspeed._names import finder
 from deepspeed.comm import _engines, init_distributed
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
@@ -58,6 +59,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         if given.get(name) is not None:
             given[name] = _fitting(read(given[name]).values, given.get("model"))
     engine, optimizer, loader, scheduler = zero.initialize(**given)
+    _helpers.mpu = given.get("mpu") or _helpers.mpu
     engine.__class__ = DeepSpeedEngine
     _engines.add(engine)
     if optimizer is not None:

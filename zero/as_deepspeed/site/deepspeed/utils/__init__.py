@@ -8,6 +8,7 @@ __getattr__ = finder(
     {
         **dict.fromkeys(zero.utils.__all__, "zero.utils"),
         **dict.fromkeys(("logger", "log_dist"), "deepspeed.utils.logging"),
+        "groups": "deepspeed.utils.groups:",
         "logging": "deepspeed.utils.logging:",
         "torch": "deepspeed.utils.torch:",
         "zero_to_fp32": "deepspeed.utils.zero_to_fp32:",
