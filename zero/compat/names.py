@@ -12,7 +12,6 @@ _NOT_BUILT = "the feature that it steers is not in zero; leave it out"
 _DECIDES = "the JSON decides: what there is a key for needs no module of its own"
 _CALLS_ENGINE = "the methods of the engine, which has no part with this name"
 _TRAINS = "zero trains; engine.generate writes texts with what it trains, and serving is for others"
-_ATTENTION = "zero.attention in the model, and `sequence_parallel_size` in the JSON"
 _INSIDE = "zero keeps its state in another way: zero.utils.safe_get_full_fp32_param and its like read and write it"
 
 INSTEAD: Mapping[str, str] = {
@@ -57,8 +56,7 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.pipe.PipelineModule": _ONE_KIND,
     "deepspeed.pipe.LayerSpec": _ONE_KIND,
     "deepspeed.pipe.TiedLayerSpec": _ONE_KIND,
-    "deepspeed.sequence.layer.DistributedAttention": _ATTENTION,
-    "deepspeed.sequence.layer._SeqAllToAll": _ATTENTION,
+    "deepspeed.sequence.layer.DistributedAttention": "zero.attention, and `sequence_parallel_size` of the JSON",
     "deepspeed.add_tuning_arguments": "the section `scheduler` of the JSON",
     "deepspeed.profiling.flops_profiler.FlopsProfiler": "get_model_profile there, or `flops_profiler` of the JSON",
     "deepspeed.accelerator.abstract_accelerator": "deepspeed.accelerator.TorchAccelerator",

@@ -32,16 +32,13 @@ class UlyssesSPAttentionHF:
     ) -> GridGroups | None:
         """The `mpu`, None for a size of 1; batches of any size and length will do. Collective."""
         del micro_batch_size, seq_length, seq_length_is_variable, max_length
-        asked, model = core_attn_implementation, model_name_or_path
         if sequence_parallel_size == 1:
             return None
-        has = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        if asked is not None and has not in (None, asked, NAME):
-            raise ValueError(
-                f"core_attn_implementation '{asked}' does not match model config attn_implementation='{has}'"
-            )
-        if (loss := getattr(model, "loss_type", None)) not in (None, "ForCausalLM"):
-            raise ValueError(f"got a model with the loss '{loss}', and its labels would become those of the next token")
+        has = getattr(getattr(model_name_or_path, "config", None), "_attn_implementation", None)
+        if core_attn_implementation is not None and has not in (None, core_attn_implementation, NAME):
+            raise ValueError(f"{core_attn_implementation=} does not match model config attn_implementation='{has}'")
+        if (loss := getattr(model_name_or_path, "loss_type", None)) not in (None, "ForCausalLM"):
+            raise ValueError(f"got a model with the loss '{loss}'; its labels would become those of next tokens")
         mpu = groups({"sp": sequence_parallel_size})
         mpu.disable_in_eval = disable_in_eval
         mpu.get_sequence_parallel_group()  # made by all ranks, which are all here
