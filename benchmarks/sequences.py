@@ -35,11 +35,11 @@ class Block(nn.Module):
         self.pair = nn.Linear(WIDTH, 2 * KEY_HEADS * HEAD)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         y = self.norms[0](x)
         query = self.query(y).unflatten(-1, (HEADS, HEAD)).transpose(1, 2)
         key, value = self.pair(y).unflatten(-1, (2, KEY_HEADS, HEAD)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(zero.attention(query, key, value).transpose(1, 2).flatten(2))
+        x = x + self.out(zero.attention(query, key, value, position_ids=places).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
@@ -52,7 +52,7 @@ class Model(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, position_ids: Any = None) -> torch.Tensor:
         x = self.embed(tokens)  # no positions: they would limit the length
         for block in self.blocks:
-            x = block(x)
+            x = block(x, position_ids)
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
@@ -128,43 +128,53 @@ def sent(ranks: int, borders: tuple[int, ...]) -> list[float]:
     return [out, out + 2 * out]  # keys and values again, and their gradients back in fp32
 
 
-def main() -> None:
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed is given back
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=int, default=192, help="MiB that a step may take on a rank")
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
-    print(machine_line())
-    found = {way: longest(*way, args.limit << 20) for way in WAYS}
+def print_lengths(limit: int) -> None:
+    found = {way: longest(*way, limit << 20) for way in WAYS}
     first = found[WAYS[0]][0]
     rows = [
         [f"{ranks} x {mode}", f"{length:,}", f"{length / first:.2f}", f"{each:.2f}"]
         for (ranks, mode), (length, each) in found.items()
     ]
-    print(table([f"within {args.limit} MiB", "longest", "x of one rank", "MiB for 1,024"], rows))
+    print(table([f"within {limit} MiB", "longest", "x of one rank", "MiB for 1,024"], rows), flush=True)
+
+
+def print_times(length: int, rounds: int) -> None:
     times: dict[tuple[int, str, int], list[float]] = {}
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         for document in (0, 512, 700):
             for ranks, mode in WAYS[:3]:
-                taken = run_ranks(time_worker, ranks, ranks, mode, args.length, document, 3)
-                times.setdefault((ranks, mode, document), []).append(min(taken) / args.length * 1e6)
+                taken = run_ranks(time_worker, ranks, ranks, mode, length, document, 3)
+                times.setdefault((ranks, mode, document), []).append(min(taken) / length * 1e6)
     rows = []
     for (ranks, mode, document), values in times.items():
         ratio = stat([mine / one for mine, one in zip(values, times[1, "ring", document], strict=True)])
         what = f"documents of {document}" if document else "one document"
         rows.append([f"{ranks} x {mode}", what, stat(values).text(1), ratio.text(3)])
-    print(table([f"{args.length:,} positions", "of", "us per token", "x of one rank"], rows))
+    print(table([f"{length:,} positions", "of", "us per token", "x of one rank"], rows), flush=True)
+
+
+def print_bytes() -> None:
     rows = []
     for ranks in (2, 4, 8):
         length = 64 * ranks * 512
         for what, size in (("one document", length), ("documents of 512", 512), ("documents of 700", 700)):
-            forward, backward = sent(ranks, (*range(0, length, size), length))
-            rows.append(
-                [str(ranks), what, f"{forward:.3f}", f"{backward:.3f}", f"{ranks - 1:.3f}", f"{3 * (ranks - 1):.3f}"]
-            )
-    header = ["ranks", "of", "forward", "backward", "a ring's forward", "a ring's backward"]
-    print(table(header, rows))
+            mine = sent(ranks, (*range(0, length, size), length))
+            rows.append([str(ranks), what, *(f"{each:.3f}" for each in (*mine, ranks - 1, 3 * (ranks - 1)))])
+    print(table(["ranks", "of", "forward", "backward", "a ring's forward", "a ring's backward"], rows))
+
+
+def main() -> None:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed is given back
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, default=64, help="MiB that a step may take on a rank; 0: not searched")
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    print(machine_line())
+    if args.limit:
+        print_lengths(args.limit)
+    print_times(args.length, args.rounds)
+    print_bytes()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+import zero
 from zero.core.world import World, make_world
 from zero.parallel import ring, ulysses
 from zero.parallel.ring import Masking
@@ -207,3 +208,15 @@ def test_deepspeed_4674_heads_that_do_not_divide_are_named_with_sizes_that_would
         dist.barrier()
     finally:
         world.watchdog.close()
+
+
+def test_one_rank_attends_inside_of_the_documents_that_positions_tell() -> None:
+    query, key, value, grad = made(24, 4, torch.float64)
+    positions = torch.cat([torch.arange(size) for size in (3, 1, 20)])[None]
+    mine = [each.clone().requires_grad_() for each in (query, key, value)]
+    out = zero.attention(*mine, position_ids=positions)
+    found = out, *torch.autograd.grad(out, mine, grad)
+    for one, exact in zip(found, dense((query, key, value, grad), [(0, 3, 4, 24)] * ROWS, Masking(True)), strict=True):
+        assert (one - exact).abs().max() <= 1e-14
+    with pytest.raises(ValueError, match=r"attention\(window=3\): wanted causal=True"):
+        zero.attention(query, key, value, causal=False, window=3)

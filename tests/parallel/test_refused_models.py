@@ -77,7 +77,7 @@ def test_models_of_transformers_that_cannot_are_named() -> None:
     assert torch.isfinite(engine(**batch).loss)
     with pytest.raises(ValueError, match="output_attentions needs all scores on one rank"):
         engine(**batch, output_attentions=True)
-    with pytest.raises(ValueError, match="attention_mask of 4 dimensions"):
+    with pytest.raises(ValueError, match=r"got attention_mask of 4 dimensions; wanted \[rows, length\]"):
         engine(**batch, attention_mask=torch.ones(ROWS, 1, LENGTH, LENGTH))
     with pytest.raises(ValueError, match="no multiple of 4, and no argument of integers is called labels"):
         engine(input_ids=batch["input_ids"])

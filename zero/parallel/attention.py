@@ -59,11 +59,13 @@ def attention(
     causal: bool = True,
     window: int = 0,
     scale: float | None = None,
+    position_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of queries [rows, heads, size, dim] to keys and values [rows, heads or a divisor, size, dim].
 
     In a model that an engine runs with `sequence_parallel_size`, `size` is of this rank's piece, and all see the whole
-    sequence, by documents where the forward was given `position_ids` or a mask; else they see what is given. causal:
+    sequence, by documents where the forward was given `position_ids` or a mask; else they see what is given, inside of
+    documents that begin where `position_ids` [rows or 1, size] do not count on. So give them here, too. causal:
     no key behind the query; window: so many keys up to the query, itself included, 0 for all, only where causal; scale:
     of the products, default dim ** -0.5. Returns [rows, heads, size, dim]. ValueError for what does not fit.
     """
@@ -72,15 +74,21 @@ def attention(
     masking = Masking(causal, window)
     query, key, value = _in_one_dtype(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _attend(query, key, value, masking, scale)
+    return _attend(query, key, value, masking, scale, position_ids)
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masking: Masking,
+    scale: float,
+    position_ids: torch.Tensor | None,
 ) -> torch.Tensor:
     found = shared(query, key)
     if found is None:
-        return ring.attend(query, key, value, whole_sequence(len(query), query.shape[2]), masking, scale)
+        here = whole_sequence(len(query), query.shape[2], position_ids)
+        return ring.attend(query, key, value, here, masking, scale)
     mode, sequence = found
     if mode == "ring":
         return ring.attend(query, key, value, sequence, masking, scale)

@@ -64,9 +64,11 @@ class Sequence:
         return replace(self, axis=world_of_one().point(), cut=pieces(self.length, 1, False))
 
 
-def whole_sequence(rows: int, length: int) -> Sequence:
-    """Sequences of one document each that are on this rank."""
-    return Sequence(world_of_one().point(), pieces(length, 1, False), ((rows, (0, length)),))
+def whole_sequence(rows: int, length: int, position_ids: torch.Tensor | None) -> Sequence:
+    """Sequences that are on this rank, of one document each unless positions tell others."""
+    one = [(0, length)] * rows
+    documents = one if position_ids is None else documents_of(position_ids, None, rows, length)
+    return Sequence(world_of_one().point(), pieces(length, 1, False), grouped(documents))
 
 
 def documents_of(

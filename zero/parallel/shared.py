@@ -42,6 +42,7 @@ class SharedSequences:
         self._now: Sequence | None = None  # of the forward that runs
         self._last: Sequence | None = None
         self._seen: list[Sequence] = []  # those whose backward may come
+        self._unnamed = ""  # an argument of the forward whose negative numbers may be left out by the loss
         self._ended = self._checked = self._told = False
         self._calls = self.windows = 0  # of attention, and those of them that were told a window
         self._windows = huggingface.has_windows(module)
@@ -200,6 +201,8 @@ class SharedSequences:
                 f"sequence_parallel_size: {length} positions are no multiple of {ranks * (1 + halves)}, and no "
                 "argument of integers is called labels or targets, in which padding is left out; pad the sequence"
             )
+        integers = [name for name in cut if not targets and _are_integers(named[name])]
+        self._unnamed = next((name for name in integers if (named[name] < 0).any()), "")  # on all ranks alike
         for name in cut:
             fill = IGNORED if name in targets else 0
             behind = (0, 0) * (named[name].ndim - 2) + (0, more)
@@ -243,11 +246,10 @@ class SharedSequences:
         if "num_items_in_batch" not in named:  # else it is a part of a sum, divided by it
             targets = _targets(named)
             count = float((named[targets[0]] >= 0).sum()) if targets else 1.0
-            integers = [name for name in named if not targets and _are_integers(named[name]) and named[name].ndim > 1]
-            if odd := [name for name in integers if (named[name] < 0).any()]:
+            if self._unnamed:
                 raise ValueError(
-                    f"sequence_parallel_size: {odd[0]} has negative numbers; where they say what the loss leaves out, "
-                    "call it labels or targets, so that a rank's loss weighs what it counts"
+                    f"sequence_parallel_size: {self._unnamed} has negative numbers; where they say what the loss "
+                    "leaves out, call it labels or targets, so that a rank's loss weighs what it counts"
                 )
         loss = _Mean.apply(loss, count, self._axis)
         if isinstance(output, torch.Tensor):
@@ -305,13 +307,13 @@ def _are_integers(value: Any) -> bool:
 
 def refuse_arguments(named: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments of one forward that a shared sequence does not have."""
-    mask = named.get("attention_mask")
-    if mask is not None and mask.ndim != 2:
-        raise ValueError(
-            f"sequence_parallel_size: got an attention_mask of {mask.ndim} dimensions; wanted [rows, length], in which "
-            "runs of a number are documents"
-        )
+    for name in ("attention_mask", "position_ids"):
+        if name in named and named[name].ndim != 2:
+            raise ValueError(
+                f"sequence_parallel_size: got {name} of {named[name].ndim} dimensions; wanted [rows, length], by which "
+                "documents are told"
+            )
     if named.get("output_attentions"):
         raise ValueError("sequence_parallel_size: output_attentions needs all scores on one rank; leave it out")
-    if wrong := [name for name in named if name.startswith(("pixel_values", "mm_token_type", "seq_idx"))]:
-        raise ValueError(f"sequence_parallel_size: got {', '.join(wrong)}, which is more than text; leave it out")
+    if wrong := [name for name in named if name.startswith(("pixel_values", "mm_token_type", "seq_idx", "cache_pos"))]:
+        raise ValueError(f"sequence_parallel_size: got {', '.join(wrong)}, which is not shared; leave it out")
