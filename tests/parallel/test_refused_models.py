@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import listening
 from sharing import LENGTH, ROWS, VOCABULARY, Lines, build, inputs, needs_transformers, settings
 from torch import nn
 
@@ -81,6 +83,10 @@ def test_models_of_transformers_that_cannot_are_named() -> None:
         engine(**batch, attention_mask=torch.ones(ROWS, 1, LENGTH, LENGTH))
     with pytest.raises(ValueError, match="no multiple of 4, and no argument of integers is called labels"):
         engine(input_ids=batch["input_ids"])
+    for rows, borders in [(2, [0, LENGTH]), (1, [0, 7, 5, LENGTH]), (1, [0, LENGTH + 1]), (1, [1, LENGTH])]:
+        made = {name: value[:rows] for name, value in batch.items()} | {"cu_seq_lens_q": torch.tensor(borders)}
+        with pytest.raises(ValueError, match=rf"got cu_seq_lens_q \[{borders[0]}, .* with {rows} rows of 30; wanted"):
+            engine(**made)
     engine.destroy()
 
 
@@ -88,6 +94,8 @@ def test_models_of_transformers_that_cannot_are_named() -> None:
 def test_ranks_that_were_given_different_samples_are_named() -> None:
     engine, *_ = zero.initialize(model=Lines(), config=settings(1, 2, "ring"))
     tokens = torch.full((ROWS, 8), dist.get_rank())
+    with pytest.raises(ValueError, match=r"without a tensor \[rows, length, ...\] that has elements"):
+        engine(tokens[:, :0], tokens)
     with pytest.raises(RuntimeError, match=r"ranks 0, 1 share one sequence, and 1 were given another batch than 0"):
         engine(tokens, tokens)
     engine.destroy()
@@ -142,3 +150,36 @@ def test_a_model_that_shifts_labels_by_itself_or_tells_no_window_is_named() -> N
     with pytest.raises(RuntimeError, match="has layers with a sliding window, and its attention is not told of it"):
         engine(**batch)
     engine.destroy()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("mode", "what"), [("ring", "keys and values"), ("ulysses", "heads of attention")])
+def test_a_rank_that_waits_for_attention_of_one_that_raised_is_told_why(mode, what) -> None:
+    engine, *_ = zero.initialize(model=Lines(), config=settings(1, 2, mode))
+    tokens = torch.ones(ROWS, 8, dtype=torch.long)
+    engine(tokens, tokens)
+    own = dist.get_rank() == 1
+    if own:
+        engine.module.mix.register_forward_pre_hook(refuse)
+    with pytest.raises(ValueError if own else RuntimeError, match="bad batch") as error:
+        engine.backward(engine(tokens, tokens))
+    assert own or ("rank 1 raised ValueError" in str(error.value) and what in str(error.value))
+    engine.destroy()
+
+
+def refuse(module: Any, args: Any) -> None:
+    raise ValueError("bad batch")
+
+
+@needs_transformers
+@pytest.mark.ranks(2)
+def test_the_plan_beside_reality_sees_pieces() -> None:
+    with listening(logging.INFO) as said:
+        engine, *_ = zero.initialize(model=build("llama"), config=settings(1, 2, "ring", zero={"plan": True}))
+        for number in range(3):
+            engine.backward(engine(**inputs(number, "packed")).loss)
+            engine.step()
+        engine.destroy()
+    told = [line for line in said if line.startswith("plan and reality of step 3")]
+    assert len(told) == (dist.get_rank() == 0)
+    assert not [line for line in said if "not planned" in line]

@@ -115,7 +115,7 @@ def shared(query: torch.Tensor, key: torch.Tensor) -> tuple[str, Sequence] | Non
 def _in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As torch's own operator under autocast."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     return tuple(each.to(torch.get_autocast_dtype(kind)) for each in tensors)
 

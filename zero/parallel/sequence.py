@@ -90,6 +90,16 @@ def documents_of(
     return [(*row.nonzero().flatten().tolist(), length) for row in starts]
 
 
+def documents_of_lengths(borders: list[int], rows: int, length: int) -> list[Documents]:
+    """Documents by cumulative lengths, as flash attention takes them: of one row that has them all."""
+    if rows > 1 or borders[:1] != [0] or borders != sorted(set(borders)) or borders[-1] > length:
+        raise ValueError(
+            f"sequence_parallel_size: got cu_seq_lens_q {borders} with {rows} rows of {length}; wanted one row, and "
+            "numbers that ascend from 0 to its length"
+        )
+    return [tuple(borders) if borders[-1] == length else (*borders, length)]
+
+
 def grouped(documents: list[Documents]) -> tuple[tuple[int, Documents], ...]:
     """Documents of each row, as a Sequence has them."""
     return tuple((len(list(same)), borders) for borders, same in groupby(documents))

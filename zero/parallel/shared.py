@@ -20,7 +20,7 @@ from zero.log import rank_zero
 from zero.parallel import huggingface
 from zero.parallel.attention import LIVE, RUNNING, keep_out_compiler
 from zero.parallel.refusals import refuse_model
-from zero.parallel.sequence import Sequence, documents_of, grouped
+from zero.parallel.sequence import Sequence, documents_of, documents_of_lengths, grouped
 from zero.plan.sequences import pieces
 
 IGNORED = -100  # the label that transformers and torch's losses leave out
@@ -64,6 +64,7 @@ class SharedSequences:
         self._check_same(named)
         refuse_arguments(named)
         sequence = self._cut(named) if self.cuts else self._as_cut(named)
+        before = self._calls
         with self._running(sequence):
             output = model(**named)
         if self._windows and not self.windows:
@@ -71,7 +72,7 @@ class SharedSequences:
                 f"sequence_parallel_size: {type(self._module).__name__} has layers with a sliding window, and its "
                 "attention is not told of it; train this model with sequence_parallel_size 1"
             )
-        if not self._calls:
+        if self._calls == before:
             raise RuntimeError(
                 f"sequence_parallel_size: no attention of {type(self._module).__name__} has seen the whole sequence; "
                 "let it call zero.attention(q, k, v), or F.scaled_dot_product_attention inside zero.shared_attention()"
@@ -106,8 +107,8 @@ class SharedSequences:
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> tuple[str, Sequence] | None:
         """See `SharingEngine`."""
-        if not self.shares:
-            return None  # called by itself, as by generate()
+        if not self.shares or query.is_meta:
+            return None  # called by itself, as by generate(), or the copy that the plan traces
         fitting = [each for each in self._seen if each.size == query.shape[2]] if self._now is None else [self._now]
         if len(fitting) > 1:
             raise RuntimeError(
@@ -159,13 +160,13 @@ class SharedSequences:
         """RuntimeError where ranks that share a sequence were first given different ones."""
         if self._checked or not self.cuts:
             return
-        self._checked = True
         tensors = [named[name] for name in sorted(named) if isinstance(named[name], torch.Tensor)]
         mine = 0
         for each in tensors:
             mine = crc32(each.detach().cpu().contiguous(), mine)
         told = torch.tensor([mine, *named[_first(named)].shape[:2]], device=tensors[0].device)
         found = comm.gather_scalars(told, self._axis, "comparison of batches").tolist()
+        self._checked = True
         if other := [rank for rank, each in zip(self._axis.ranks, found, strict=True) if each != found[0]]:
             raise RuntimeError(
                 f"sequence_parallel_size: ranks {', '.join(map(str, self._axis.ranks))} share one sequence, and "
@@ -183,7 +184,7 @@ class SharedSequences:
         mask, positions = named.pop("attention_mask", None), named.get("position_ids")
         borders, *_ = [named.pop(name, None) for name in _BORDERS]
         if borders is not None:
-            documents = [tuple(borders.tolist())]
+            documents = documents_of_lengths(borders.tolist(), rows, length)
         elif positions is None and mask is None:
             documents = [(0, length)] * rows
         else:
@@ -288,9 +289,9 @@ def _first(named: Mapping[str, Any]) -> str:
     """The name of the argument that says rows and length."""
     known = [name for name in _FIRST if name in named]
     known += [name for name, value in named.items() if isinstance(value, torch.Tensor) and value.ndim > 1]
-    if not known:
+    if not known or not named[known[0]].numel():
         raise ValueError(
-            "sequence_parallel_size: the model was called without a tensor [rows, length, ...]; "
+            "sequence_parallel_size: the model was called without a tensor [rows, length, ...] that has elements; "
             f"wanted {' or '.join(_FIRST)}, or another one first"
         )
     return known[0]
