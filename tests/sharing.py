@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero
+from zero.utils import safe_get_full_grad
 
 ROWS, LENGTH, VOCABULARY = 2, 30, 64
 DOCUMENTS = (13, 2, 15)
@@ -39,11 +40,47 @@ def build(kind: str, **more: Any) -> Any:
     if kind == "qwen":
         own = {"num_key_value_heads": 1, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}
         return hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes | own | more))
+    if kind in OTHERS:
+        name, own = OTHERS[kind]
+        config_class = getattr(hf, name.replace("ForMaskedLM", "Config").replace("ForCausalLM", "Config"))
+        return getattr(hf, name)(config_class(**sizes | own | more))
     return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes | {"num_key_value_heads": 2} | more))
 
 
+NONE = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout", "residual_dropout")
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # which count positions or turn them in ways of their own
+    "roberta": ("RobertaForMaskedLM", dict.fromkeys(NONE[:2], 0.0)),
+    "opt": ("OPTForCausalLM", {"word_embed_proj_dim": 32, "ffn_dim": 48, **dict.fromkeys(NONE[2:4], 0.0)}),
+    "latent": (
+        "DeepseekV2ForCausalLM",
+        {**LATENT, "head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 2},
+    ),
+    "seed": ("SeedOssForCausalLM", {"head_dim": 8, "num_key_value_heads": 2, **dict.fromkeys(NONE[3:], 0.0)}),
+    "both ways": ("LlamaForCausalLM", {"is_causal": False}),
+    "dynamic": (
+        "LlamaForCausalLM",
+        {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    "longrope": (
+        "Phi3ForCausalLM",
+        {
+            "original_max_position_embeddings": 16,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.0, 2.0, 4.0, 8.0],
+            },
+        },
+    ),
+}
+
+
 def inputs(number: int, form: str, kind: str = "llama") -> dict[str, torch.Tensor]:
-    """One micro-batch: plain, "packed" or "padded"; some labels do not count."""
+    """One micro-batch: plain, "packed", "padded" behind or "left"; some labels do not count."""
     generator = torch.Generator().manual_seed(100 + number)
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
     found = {"input_ids": tokens, "labels": tokens.clone()}
@@ -52,7 +89,11 @@ def inputs(number: int, form: str, kind: str = "llama") -> dict[str, torch.Tenso
         found["position_ids"] = torch.cat([torch.arange(size) for size in DOCUMENTS]).expand(ROWS, -1)
     if form == "padded":
         found["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [21]])).long()
+    if form == "left":  # its last place of padding tells the first token
+        found["attention_mask"] = (torch.arange(LENGTH) >= torch.tensor([[0], [11]])).long()
+    if "attention_mask" in found:
         found["labels"][found["attention_mask"] == 0] = -100
+        found["input_ids"][found["attention_mask"] == 0] = 1
     return found
 
 
@@ -80,6 +121,24 @@ def settings(stage: int, cp: int, mode: str, **more: Any) -> dict[str, Any]:
     for key, value in more.items():
         made[key] = {**made.get(key, {}), **value}
     return made
+
+
+def check(kind: str, cp: int, mode: str, stage: int, form: str, more: dict[str, Any]) -> None:
+    """Losses and gradients on this rank beside those of one process."""
+    data_ranks = dist.get_world_size() // cp
+    losses, grads = plain(kind, form, data_ranks)
+    engine, *_ = zero.initialize(model=build(kind), config=settings(stage, cp, mode, **more))
+    for step, (loss, whole) in enumerate(zip(losses, grads, strict=True)):
+        found = engine(**inputs(step * data_ranks + dist.get_rank() // cp, form, kind)).loss
+        engine.backward(found)
+        mean = found.detach().clone()
+        dist.all_reduce(mean)
+        assert abs(mean.item() / dist.get_world_size() - loss) <= 1e-6 * loss, (mode, stage, form, more)
+        for name, param in engine.module.named_parameters():
+            mine = safe_get_full_grad(param)
+            assert (mine - whole[name]).abs().max() <= 1e-6, (name, mode, stage, form, more)
+        engine.step()
+    engine.destroy()
 
 
 class Lines(nn.Module):

@@ -15,13 +15,13 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44801,
+    "tests": 44970,
     "zero/*.py": 1092,
     "zero/as_deepspeed": 1355,
     "zero/checkpoint": 2687,
     "zero/compat": 1200,
     "zero/config": 2193,
-    "zero/core": 7060,
+    "zero/core": 7062,
     "zero/data": 1076,
     "zero/engine": 6774,
     "zero/examples": 99,
@@ -30,16 +30,16 @@ LIMITS = {
     "zero/memory": 1503,
     "zero/monitor": 1188,
     "zero/optim": 2710,
-    "zero/parallel": 1064,
-    "zero/plan": 1669,
+    "zero/parallel": 1241,
+    "zero/plan": 1680,
     "zero/recompute": 1245,
     "zero/sizes": 1711,
     "zero/tiled": 599,
     "zero/tools": 4875,
     "zero/utils": 428,
-    "zero/watchdog": 1387,
+    "zero/watchdog": 1389,
 }
-SUM = 97838
+SUM = 98199
 
 
 def parts() -> dict[str, int]:

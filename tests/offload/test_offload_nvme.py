@@ -99,7 +99,8 @@ def test_a_fault_names_unit_rank_and_file(
 ) -> None:
     """Of the last rank, to all of them."""
     last, ranks = world - 1, pool.run(world, failed, str(tmp_path), kind, how, world - 1)
-    assert all(f"rank {last}" in said[0] and why in said[0] for said, _, _ in ranks)
+    firsts = [said[0] for said, _, _ in ranks]
+    assert all(f"rank {last}" in first and why in first for first in firsts), "\n".join(firsts)
     said, ended, plain = ranks[last]
     for part in ("unit '", f"{what} bytes", f"{tmp_path}/zero-{kind}-of-rank-{last}", why, "checkpoint"):
         assert part in said[0]

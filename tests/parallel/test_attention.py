@@ -39,8 +39,10 @@ def dense(tensors: Tensors, documents: list[Documents], masking: Masking) -> Ten
     length = query.shape[2]
     at = torch.arange(length)
     before = at[:, None] - at
-    number = torch.stack([torch.bucketize(at, torch.tensor(each), right=True) for each in documents])
+    marks = [torch.tensor(each) for each in documents]
+    number = torch.stack([torch.bucketize(at, torch.maximum(each, ~each), right=True) for each in marks])
     visible = number[:, :, None] == number[:, None]
+    visible &= torch.stack([each[row - 1] >= 0 for each, row in zip(marks, number, strict=True)])[:, None]  # no padding
     if masking.causal:
         visible &= before >= 0
     if masking.window:
@@ -48,8 +50,8 @@ def dense(tensors: Tensors, documents: list[Documents], masking: Masking) -> Ten
     repeats = query.shape[1] // key.shape[1]
     whole = (each.repeat_interleave(repeats, 1) for each in (key, value))
     key_there, value_there = whole
-    scores = (query @ key_there.mT * DIM**-0.5).masked_fill(~visible[:, None], -torch.inf)
-    out = scores.softmax(-1) @ value_there
+    scores = (query @ key_there.mT * DIM**-0.5).masked_fill(~visible[:, None], -1e300)
+    out = (scores.softmax(-1) * visible[:, None]) @ value_there
     return out.detach(), *torch.autograd.grad(out, (query, key, value), grad.detach())
 
 
@@ -87,6 +89,7 @@ KINDS = {
     "window": (Masking(True, 5), [(0, 24)] * ROWS),
     "documents": (Masking(True), [(0, 3, 4, 11, 24), (0, 12, 24)]),
     "documents both ways": (Masking(False), [(0, 3, 4, 11, 24), (0, 12, 24)]),
+    "padding": (Masking(True), [(~0, 5, ~19, 24), (0, 12, 24)]),
     "window in documents": (Masking(True, 3), [(0, 3, 4, 11, 24), (0, 12, 24)]),
 }
 

@@ -81,6 +81,9 @@ def test_models_of_transformers_that_cannot_are_named() -> None:
         engine(**batch, output_attentions=True)
     with pytest.raises(ValueError, match=r"got attention_mask of 4 dimensions; wanted \[rows, length\]"):
         engine(**batch, attention_mask=torch.ones(ROWS, 1, LENGTH, LENGTH))
+    hole = torch.where(torch.arange(LENGTH) // 5 == 2, 0, 1).expand(ROWS, -1)
+    with pytest.raises(ValueError, match="attention_mask of row 0 has padding before position 15, inside a document"):
+        engine(**batch, attention_mask=hole)
     with pytest.raises(ValueError, match="no multiple of 4, and no argument of integers is called labels"):
         engine(input_ids=batch["input_ids"])
     for rows, borders in [(2, [0, LENGTH]), (1, [0, 7, 5, LENGTH]), (1, [0, LENGTH + 1]), (1, [1, LENGTH])]:

@@ -13,30 +13,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharing import DOCUMENTS, LENGTH, ROWS, VOCABULARY, Lines, build, inputs, needs_transformers, plain, settings
+from sharing import (
+    DOCUMENTS,
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    Lines,
+    build,
+    check,
+    inputs,
+    needs_transformers,
+    plain,
+    settings,
+)
 from torch import nn
 
 import zero
 from zero.utils import cut_sequence, safe_get_full_grad
-
-
-def check(kind: str, cp: int, mode: str, stage: int, form: str, more: dict[str, Any]) -> None:
-    """Losses and gradients on this rank beside those of one process."""
-    data_ranks = dist.get_world_size() // cp
-    losses, grads = plain(kind, form, data_ranks)
-    engine, *_ = zero.initialize(model=build(kind), config=settings(stage, cp, mode, **more))
-    for step, (loss, whole) in enumerate(zip(losses, grads, strict=True)):
-        found = engine(**inputs(step * data_ranks + dist.get_rank() // cp, form, kind)).loss
-        engine.backward(found)
-        mean = found.detach().clone()
-        dist.all_reduce(mean)
-        assert abs(mean.item() / dist.get_world_size() - loss) <= 1e-6 * loss, (mode, stage, form, more)
-        for name, param in engine.module.named_parameters():
-            mine = safe_get_full_grad(param)
-            assert (mine - whole[name]).abs().max() <= 1e-6, (name, mode, stage, form, more)
-        engine.step()
-    engine.destroy()
-
 
 BLOCKS = {"llama": "LlamaDecoderLayer", "gpt2": "GPT2Block", "qwen": "Qwen2DecoderLayer", "bert": "BertLayer"}
 MORE: list[dict[str, Any]] = [

@@ -38,19 +38,24 @@ def seen(found: list[tuple[Step, ...]]) -> list[tuple[int, int]]:
     causal=st.booleans(),
     window=st.integers(0, 12),
     halves=st.booleans(),
+    padding=st.sets(st.integers(1, 9), max_size=3),
 )
 def test_each_visible_pair_is_computed_once(
-    ranks: int, size: int, borders: set[int], causal: bool, window: int, halves: bool
+    ranks: int, size: int, borders: set[int], causal: bool, window: int, halves: bool, padding: set[int]
 ) -> None:
     length = ranks * size * (1 + halves)
-    documents = (0, *sorted(at for at in borders if at < length), length)
+    starts = [0, *sorted(at for at in borders if at < length)]
+    documents = (*(~at if number in padding else at for number, at in enumerate(starts, 1)), length)
     window = window if causal else 0
-    number = {at: sum(border <= at for border in documents) for at in range(length)}
+    number = {at: sum(border <= at for border in starts) for at in range(length)}
     wanted = [
         (query, key)
         for query in range(length)
         for key in range(length)
-        if number[query] == number[key] and (not causal or key <= query) and (not window or query - key < window)
+        if number[query] == number[key]
+        and number[key] not in padding
+        and (not causal or key <= query)
+        and (not window or query - key < window)
     ]
     cut = pieces(length, ranks, halves)
     assert sorted(at for own in cut for piece in own for at in piece) == list(range(length))

@@ -39,7 +39,8 @@ FIRST_TAG = 1 << 20
 # Each engine has so many tags. They are used again by the engine that comes so many engines later: a tag has 31 bits.
 TAGS, ENGINES = 1 << 17, 1 << 12
 WORDS = TAGS - 1  # the tag of what is told, in order
-PASSED = TAGS - 2  # and of what is sent on from rank to rank
+# And those from here on of what is sent on, another one each time: what nobody took is not taken for what comes later.
+PASSED = TAGS // 2
 DEAL_TAG = FIRST_TAG - 1  # what is dealt follows one order, so that one tag is enough
 
 # torch 2.13 renamed both and warns on the old names; older releases have only those.
@@ -304,7 +305,8 @@ def send_on(
     sent = [each.to(there) for each in outgoing]
     received = [torch.empty(shape, dtype=dtype, device=there) for shape in shapes]
     pending = Pending(axis.watchdog.begin(what, sent=sum(each.nbytes for each in sent)), axis.watchdog)
-    tag = 0 if axis.native else _own_tag(PASSED, axis)
+    axis.watchdog.passages += 1
+    tag = 0 if axis.native else _own_tag(PASSED + axis.watchdog.passages % (WORDS - PASSED), axis)
     sends = [dist.P2POp(dist.isend, each, group=axis.group, group_peer=to, tag=tag) for each in sent]
     receives = [dist.P2POp(dist.irecv, each, group=axis.group, group_peer=source, tag=tag) for each in received]
     with axis.watchdog.sending(pending.collective):

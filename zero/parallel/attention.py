@@ -21,14 +21,14 @@ from zero.parallel.sequence import Sequence, whole_sequence
 class SharingEngine(Protocol):
     """An engine whose ranks share sequences."""
 
+    model: Any  # what a model of transformers asks for: a SharedModel, which is above this module
     shares: bool  # whether attention that runs now is over shared sequences
-    windows: int  # how often attention was told of a sliding window
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> tuple[str, Sequence] | None:
         """The mode, and the sequence of queries of this shape, None where they are of none that is shared."""
 
-    def plain(self, config: Any) -> str:
-        """The implementation of attention that a configuration of transformers named."""
+    def asks_mask(self, function: Any, config: Any) -> None:
+        """A model of transformers asks for a mask, which is not made; ValueError for what attention does not have."""
 
 
 # Models call a function that knows no engine: it asks that of the module that runs on this thread. What is recomputed

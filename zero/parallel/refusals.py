@@ -8,7 +8,9 @@ import re
 from torch import nn
 
 # Layers that carry a state from position to position; a piece would begin with an empty one.
-_STATE = re.compile(r"mamba|ssm|gateddelta|deltanet|rwkv|linearattention|retention|recurrent|lru|hyena|xlstm", re.I)
+_STATE = re.compile(
+    r"mamba|(?-i:SSM)|gateddelta|deltanet|rwkv|linearattention|retention|recurrent|lru|hyena|xlstm", re.I
+)
 _LAYERS = ("full_attention", "sliding_attention")
 _LOSSES = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification")
 

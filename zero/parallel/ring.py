@@ -30,6 +30,7 @@ class Masking(NamedTuple):
 
 
 Tensors = list[torch.Tensor]
+_LOST: list[comm.Passage] = []  # what no other rank ends any more; its buffers stay
 
 
 def attend(
@@ -39,7 +40,12 @@ def attend(
 
     key, value: this rank's [rows, heads or a divisor of them, size, dim]. In fp32, or fp64 where they are.
     """
-    return _Ring.apply(query, key, value, sequence, masking, scale)
+    own = value.shape[-1]
+    if query.shape[-1] == own:
+        return _Ring.apply(query, key, value, sequence, masking, scale)
+    wide = max(query.shape[-1], own)  # as of latent attention: the operators want one size
+    query, key, value = (pad(each, (0, wide - each.shape[-1])) for each in (query, key, value))
+    return _Ring.apply(query, key, value, sequence, masking, scale)[..., :own]
 
 
 class _Ring(torch.autograd.Function):
@@ -60,14 +66,15 @@ class _Ring(torch.autograd.Function):
         # Positions outside of heads, as what follows wants them: else it would keep a copy.
         out = torch.zeros(rows, size, heads, value.shape[-1], dtype=exact, device=query.device).transpose(1, 2)
         lse = torch.full(query.shape[:-1], -torch.inf, dtype=exact, device=query.device)
-        for step, parts in turns.parts([key, value]):
-            for index, block in step.blocks:
-                at, seen = turns.places(step, index, block)
-                key_there, value_there = (each[seen] for each in parts[index])
-                part, part_lse = _forward(query[at], key_there, value_there, block, scale)
-                total = torch.logaddexp(lse[at], part_lse)
-                out[at] = out[at] * (lse[at] - total).exp()[..., None] + part * (part_lse - total).exp()[..., None]
-                lse[at] = total
+        with turns:
+            for step, parts in turns.parts([key, value]):
+                for index, block in step.blocks:
+                    at, seen = turns.places(step, index, block)
+                    key_there, value_there = (each[seen] for each in parts[index])
+                    part, part_lse = _forward(query[at], key_there, value_there, block, scale)
+                    total = torch.logaddexp(lse[at], part_lse)
+                    out[at] = out[at] * (lse[at] - total).exp()[..., None] + part * (part_lse - total).exp()[..., None]
+                    lse[at] = total
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
@@ -77,38 +84,55 @@ class _Ring(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         turns: _Turns = ctx.turns
         of_query, of_key, of_value = (torch.zeros_like(each, dtype=lse.dtype) for each in (query, key, value))
-        for step, parts in turns.parts([key, value]):
-            found = [[torch.zeros_like(each, dtype=lse.dtype) for each in part] for part in parts]
-            for index, block in step.blocks:
-                at, seen = turns.places(step, index, block)
-                there = out[at], lse[at], query[at], *(each[seen] for each in parts[index])
-                of_block = _backward(grad[at], *there, block, ctx.scale)
-                for total, part in zip((of_query[at], *(each[seen] for each in found[index])), of_block, strict=True):
-                    total += part
-            turns.give_back(step, found, [of_key, of_value])
-        turns.take_back([of_key, of_value])
+        with turns:
+            for step, parts in turns.parts([key, value]):
+                found = [[torch.zeros_like(each, dtype=lse.dtype) for each in part] for part in parts]
+                for index, block in step.blocks:
+                    at, seen = turns.places(step, index, block)
+                    there = out[at], lse[at], query[at], *(each[seen] for each in parts[index])
+                    of_block = _backward(grad[at], *there, block, ctx.scale)
+                    totals = of_query[at], *(each[seen] for each in found[index])
+                    for total, part in zip(totals, of_block, strict=True):
+                        total += part
+                turns.give_back(step, found, [of_key, of_value])
+            turns.take_back([of_key, of_value])
         grads = of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
         return *grads, None, None, None
 
 
 class _Turns:
-    """The steps of one attention on this rank, and what travels in them."""
+    """The steps of one attention on this rank, and what travels in them; as a context, its end also after an error."""
 
     def __init__(self, sequence: Sequence, masking: Masking) -> None:
         self._sequence = sequence
         rows = list(sequence.rows())
         self._rows = [each for each, _ in rows]
         self._steps = ring(sequence.cut, sequence.axis.rank, tuple(borders for _, borders in rows), *masking)
+        self._coming: comm.Passage | None = None
         self._returning: tuple[Step, comm.Passage] | None = None
+
+    def __enter__(self) -> None:
+        self._coming = self._returning = None
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        # The other side has begun, too, or will: gloo does not get over buffers that are gone before their message.
+        begun = [self._coming, self._returning and self._returning[1]] if kind is not None else []
+        for passage in filter(None, begun):
+            try:
+                if self._sequence.axis.watchdog.broken:
+                    raise RuntimeError
+                passage.wait()
+            except RuntimeError:
+                _LOST.append(passage)
 
     def parts(self, tensors: Tensors) -> Iterator[tuple[Step, list[Tensors]]]:
         """Each step, and the parts of these tensors that its `receives` say; those of the next are on their way."""
         parts = [[each[self._own(one)] for each in tensors] for one in self._steps[0].receives]
         for step, following in zip_longest(self._steps, self._steps[1:]):
-            passage = None if following is None else self._start(following, tensors)
+            self._coming = None if following is None else self._start(following, tensors)
             yield step, parts
-            if passage is not None:
-                came = passage.wait()
+            if self._coming is not None:
+                came = self._coming.wait()
                 parts = [came[at : at + len(tensors)] for at in range(0, len(came), len(tensors))]
 
     def places(self, step: Step, index: int, block: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]]:

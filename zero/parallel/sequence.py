@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 
 from zero.core.world import Axis, world_of_one
-from zero.plan.sequences import Documents, pieces
+from zero.plan.sequences import Documents, begins, pieces
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class Sequence:
             before += len(piece)
         raise IndexError(f"positions {positions} are not on this rank")
 
+    def parted(self) -> bool:
+        """Whether a document begins inside of a piece of this rank."""
+        marks = {begins(mark) for _, borders in self.documents for mark in borders}
+        return any(mark in piece[1:] for mark in marks for piece in self.own)
+
     def alone(self) -> Sequence:
         """The whole sequence on this rank."""
         return replace(self, axis=world_of_one().point(), cut=pieces(self.length, 1, False))
@@ -76,18 +81,27 @@ def documents_of(
 ) -> list[Documents]:
     """Where documents begin in each row, by positions that do not count on [rows or 1, length], and by a mask.
 
-    mask [rows, length]: as of a tokenizer, 0 where nothing is, or numbers of documents. A run of one number is not seen
-    from outside, so padding is a document of its own.
+    mask [rows, length]: as of a tokenizer, 0 where nothing is, or numbers of documents. Raises ValueError where a
+    document goes on behind padding.
     """
     starts = torch.zeros(rows, length, dtype=torch.bool)
     starts[:, :1] = True
     if position_ids is not None:
         starts[:, 1:] |= position_ids.cpu().diff(dim=1) != 1
-    if mask is not None:
-        mask = mask.cpu()
-        starts[:, 1:] &= mask[:, 1:] != 0
-        starts[:, 1:] |= mask.diff(dim=1) != 0
-    return [(*row.nonzero().flatten().tolist(), length) for row in starts]
+    if mask is None:
+        return [(*row.nonzero().flatten().tolist(), length) for row in starts]
+    mask = mask.cpu().long()
+    before, here = mask[:, :-1], mask[:, 1:]
+    goes_on = (before == 0) & (here != 0) & (mask.cummax(1).values[:, :-1] == here) & ~starts[:, 1:]
+    if goes_on.any():
+        row, at = goes_on.nonzero()[0].tolist()
+        raise ValueError(
+            f"sequence_parallel_size: the attention_mask of row {row} has padding before position {at + 1}, inside a "
+            "document; wanted padding in front of documents or behind them"
+        )
+    starts[:, 1:] = starts[:, 1:] & (here != 0) | (before != here)
+    marks = [row.nonzero().flatten().tolist() for row in starts]
+    return [(*(at if mask[row, at] else ~at for at in each), length) for row, each in enumerate(marks)]
 
 
 def documents_of_lengths(borders: list[int], rows: int, length: int) -> list[Documents]:

@@ -44,9 +44,8 @@ class SharedSequences:
         self._seen: list[Sequence] = []  # those whose backward may come
         self._unnamed = ""  # an argument of the forward whose negative numbers may be left out by the loss
         self._ended = self._checked = self._told = False
-        self._calls = self.windows = 0  # of attention, and those of them that were told a window
-        self._windows = huggingface.has_windows(module)
-        self._plain = huggingface.adopt(module)
+        self._calls = 0  # of attention
+        self.model = huggingface.SharedModel(module, lambda: self.shares)
         keep_out_compiler()
         LIVE.add(self)
         self._hooks = [hook for each in module.modules() for hook in self._hooked(each)]
@@ -67,7 +66,7 @@ class SharedSequences:
         before = self._calls
         with self._running(sequence):
             output = model(**named)
-        if self._windows and not self.windows:
+        if self.model.has_windows and not self.model.windows:
             raise RuntimeError(
                 f"sequence_parallel_size: {type(self._module).__name__} has layers with a sliding window, and its "
                 "attention is not told of it; train this model with sequence_parallel_size 1"
@@ -101,7 +100,7 @@ class SharedSequences:
     def close(self) -> None:
         """Leave the module as it was."""
         LIVE.discard(self)
-        huggingface.give_back(self._module, self._plain)
+        self.model.give_back()
         for hook in self._hooks:
             hook.remove()
 
@@ -125,9 +124,9 @@ class SharedSequences:
         self._calls += 1
         return self._mode, fitting[0]
 
-    def plain(self, config: Any) -> str:
+    def asks_mask(self, function: Callable[..., Any], config: Any) -> None:
         """See `SharingEngine`."""
-        return self._plain.get(id(config), "sdpa")
+        self.model.asks_mask(function, config, self._last is not None and self._last.parted())
 
     @contextlib.contextmanager
     def _running(self, sequence: Sequence) -> Iterator[None]:
@@ -189,10 +188,12 @@ class SharedSequences:
             documents = [(0, length)] * rows
         else:
             documents = documents_of(positions, mask, rows, length)
-        if more:  # padding is a document behind all others
-            documents = [(*each, length + more) for each in documents]
+        if more:  # padding is behind all others
+            documents = [(*each[:-1], ~length, length + more) for each in documents]
         if positions is None:
-            named["position_ids"] = torch.arange(length, device=first.device)[None]
+            positions = self.model.positions(named.get("input_ids"), mask, length).to(first.device)
+            named["position_ids"] = positions
+        self.model.begins(documents, positions, mask)
         self._shift(named)
         sequence = Sequence(self._axis, pieces(length + more, ranks, halves), grouped(documents))
         cut = [name for name, value in named.items() if self._has_sequence(name, value, rows, length)]
@@ -233,8 +234,9 @@ class SharedSequences:
         mine = torch.stack([positions.expand(mask.shape), mask])
         told = comm.gather_scalars(mine.view(-1), self._axis, "positions")
         whole, masks = told.view(-1, *mine.shape).permute(1, 2, 0, 3).flatten(2)
-        cut = pieces(whole.shape[1], self._axis.size, False)
-        return Sequence(self._axis, cut, grouped(documents_of(whole, masks, *whole.shape)))
+        documents = documents_of(whole, masks, *whole.shape)
+        self.model.begins(documents, whole, None if masks.all() else masks)
+        return Sequence(self._axis, pieces(whole.shape[1], self._axis.size, False), grouped(documents))
 
     def _with_loss(self, output: Any, named: Mapping[str, Any]) -> Any:
         """The output with the loss of all ranks that share the batch."""
@@ -309,10 +311,9 @@ def _are_integers(value: Any) -> bool:
 def refuse_arguments(named: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments of one forward that a shared sequence does not have."""
     for name in ("attention_mask", "position_ids"):
-        if name in named and named[name].ndim != 2:
+        if name in named and (dims := getattr(named[name], "ndim", 0)) != 2:
             raise ValueError(
-                f"sequence_parallel_size: got {name} of {named[name].ndim} dimensions; wanted [rows, length], by which "
-                "documents are told"
+                f"sequence_parallel_size: got {name} of {dims} dimensions; wanted [rows, length], which tells documents"
             )
     if named.get("output_attentions"):
         raise ValueError("sequence_parallel_size: output_attentions needs all scores on one rank; leave it out")

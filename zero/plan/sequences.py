@@ -14,7 +14,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 ALL, CAUSAL = 0, -1
-Documents = tuple[int, ...]  # where they begin, ascending from 0, and the length behind them
+Documents = tuple[int, ...]  # where they begin, ascending from 0, ~ there of padding; and the length behind them
+
+
+def begins(mark: int) -> int:
+    """The position that an entry of documents tells."""
+    return max(mark, ~mark)
 
 
 class Block(NamedTuple):
@@ -50,13 +55,16 @@ def pieces(length: int, ranks: int, halves: bool) -> tuple[tuple[range, ...], ..
 def blocks(queries: range, keys: range, documents: Documents, causal: bool, window: int) -> Iterator[Block]:
     """What the queries of one piece see of the keys of one piece, in blocks that nothing outside of them belongs to.
 
-    window: keys that a query sees, itself and those before it; 0 for all. Only where it is causal.
+    window: keys that a query sees, itself and those before it; 0 for all. Only where it is causal. Padding neither sees
+    nor is seen.
     """
     if queries == keys:
-        for start, stop in pairwise(documents[max(0, bisect_right(documents, keys.start) - 1) :]):
-            own = range(max(start, keys.start), min(stop, keys.stop))
+        for start, stop in pairwise(documents[max(0, bisect_right(documents, keys.start, key=begins) - 1) :]):
+            own = range(max(begins(start), keys.start), min(begins(stop), keys.stop))
             if not own:
                 return
+            if start < 0:
+                continue
             if not window or len(own) <= window:
                 yield Block(own, own, CAUSAL if causal else ALL)
                 continue
@@ -67,9 +75,12 @@ def blocks(queries: range, keys: range, documents: Documents, causal: bool, wind
     if causal and keys.start > queries.start:
         return
     border = max(queries.start, keys.start)  # the only document of both is the one that holds it
-    at = bisect_right(documents, border)
-    seeing = range(max(queries.start, documents[at - 1]), min(queries.stop, documents[at]))
-    seen = range(max(keys.start, documents[at - 1]), min(keys.stop, documents[at]))
+    at = bisect_right(documents, border, key=begins)
+    start, stop = documents[at - 1], begins(documents[at])
+    if start < 0:
+        return
+    seeing = range(max(queries.start, start), min(queries.stop, stop))
+    seen = range(max(keys.start, start), min(keys.stop, stop))
     if window:
         seen = range(max(seen.start, seeing.start - window + 1), seen.stop)
         seeing = range(seeing.start, min(seeing.stop, seen.stop + window - 1))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 MOST_GROUPS = 6  # a report stays readable at any world size
 MOST_RANGES = 8
-MOST_LETTERS = 300  # of another rank's message
+MOST_LETTERS = 500  # of another rank's message
 
 
 class Phase(enum.Enum):

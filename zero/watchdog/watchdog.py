@@ -35,6 +35,7 @@ class Watchdog:
 
     events: those of the engine, for subscribers;
     units: names by index, from which message tags are made;
+    passages: how often something was sent on, which is the same on the ranks of an axis;
     order: texts of the collectives begun since the last check, or None if the order is not checked;
     store: the reports between ranks, None if nothing is sent.
     """
@@ -44,6 +45,7 @@ class Watchdog:
         self.events = Events()
         self.units: Sequence[str] = ()
         self.order: list[str] | None = None
+        self.passages = 0
         self._counting = threading.Lock()
         self.store: StatusStore | None = None
         self._detector: HangDetector | None = None
