@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44970,
+    "tests": 44979,
     "zero/*.py": 1092,
     "zero/as_deepspeed": 1355,
     "zero/checkpoint": 2687,
@@ -30,7 +30,7 @@ LIMITS = {
     "zero/memory": 1503,
     "zero/monitor": 1188,
     "zero/optim": 2710,
-    "zero/parallel": 1241,
+    "zero/parallel": 1247,
     "zero/plan": 1680,
     "zero/recompute": 1245,
     "zero/sizes": 1711,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1389,
 }
-SUM = 98199
+SUM = 98214
 
 
 def parts() -> dict[str, int]:

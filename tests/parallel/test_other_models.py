@@ -14,8 +14,10 @@ from sharing import build, check, inputs, needs_transformers, settings
 from torch import nn
 
 import zero
+from zero.core.world import world_of_one
 from zero.parallel import ring
 from zero.parallel.huggingface import SharedModel
+from zero.parallel.shared import SharedSequences
 
 pytestmark = needs_transformers
 
@@ -103,3 +105,10 @@ def test_what_was_on_its_way_when_attention_failed_is_not_taken_for_what_comes_l
     engine, *_ = zero.initialize(model=build("llama"), config=settings(1, 2, "ulysses"))
     assert abs(engine(**inputs(1, "plain")).loss.item() - wanted) < 1e-6
     engine.destroy()
+
+
+def test_batches_that_come_cut_are_refused_where_positions_do_not_count_from_0() -> None:
+    with pytest.raises(
+        ValueError, match="OPTForCausalLM counts positions by tokens or a mask, and batches that come cut"
+    ):
+        SharedSequences(build("opt"), world_of_one().point(), "ulysses", (), cuts=False, training_only=True)

@@ -46,7 +46,7 @@ class SharedModel:
         self.windows = 0  # calls of attention that were told one
         self._plain: dict[int, str] = {}  # the implementations that configurations named
         theirs = [each for each in module.modules() if type(each).__module__.startswith("transformers")]
-        self._counts = _counting(theirs)
+        self.counts = _counting(theirs)  # None where positions count from 0
         self.hooks = [
             hook
             for each in theirs
@@ -82,7 +82,7 @@ class SharedModel:
 
     def positions(self, ids: torch.Tensor | None, mask: torch.Tensor | None, length: int) -> torch.Tensor:
         """The positions that the model itself counts [rows or 1, length]."""
-        found = None if self._counts is None else self._counts(ids, mask)
+        found = None if self.counts is None else self.counts(ids, mask)
         return torch.arange(length)[None] if found is None else found
 
     def begins(self, documents: list[Documents], positions: torch.Tensor, mask: torch.Tensor | None) -> None:

@@ -46,6 +46,12 @@ class SharedSequences:
         self._ended = self._checked = self._told = False
         self._calls = 0  # of attention
         self.model = huggingface.SharedModel(module, lambda: self.shares)
+        if self.model.counts and not cuts:
+            self.model.give_back()
+            raise ValueError(
+                f"{type(module).__name__} counts positions by tokens or a mask, and batches that come cut have those "
+                'that count from 0; share sequences by "sequence_parallel_size" in the JSON'
+            )
         keep_out_compiler()
         LIVE.add(self)
         self._hooks = [hook for each in module.modules() for hook in self._hooked(each)]
