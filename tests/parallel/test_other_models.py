@@ -69,14 +69,14 @@ def test_masks_that_are_not_shared_are_named() -> None:
     model = SharedModel(nn.Identity(), lambda: False)
     packed = masks.packed_sequence_compatibility_function(window, torch.zeros(1, 4), torch.zeros(1, 4))
     for known in (causal, window, packed, masks.bidirectional_mask_function):
-        model.asks_mask(known, None, False)
+        model.asks_mask(known, None)
     for other, name in [
         (masks.or_masks(causal, lambda *places: True), "or_masks, test_masks_that_are_not_shared_are_named"),
         (masks.chunked_causal_mask_function(4, torch.zeros(1)), "chunked_overlay"),
         (masks.sliding_window_bidirectional_mask_function(4), "sliding_window_bidirectional_overlay"),
     ]:
         with pytest.raises(ValueError, match=f"got a mask made by {name}; wanted one that is causal or"):
-            model.asks_mask(other, None, False)
+            model.asks_mask(other, None)
 
 
 @pytest.mark.ranks(2)

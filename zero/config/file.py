@@ -24,7 +24,7 @@ from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavail
 from zero.config.values import Bool, Dtype, NotNegative, Positive, Section, Settings, Steps, absent, choice
 from zero.config.zero_section import ZeroOptimization
 
-_ONLY_DATA = "is not there yet: ranks share out the data only; leave it out"
+_ONLY_DATA = "is not there yet: ranks share out data and sequences only; leave it out"
 _NOT_ENABLED = Unavailable(NOT_AVAILABLE.message, on=enabled)
 
 

@@ -24,7 +24,7 @@ from zero.engine.data_ranks import data_ranks
 from zero.engine.joining import init_distributed
 from zero.plan.sharding import Sharding
 
-_DATA_PARALLEL = "other parallelism than of data is not there yet; leave it out"
+_DATA_PARALLEL = "groups are made from the configuration, as by sequence_parallel_size; leave it out"
 _QUANTIZED = "what travels in 8 bits the configuration of the engine says: zero_optimization.zero_quantized_weights"
 
 

@@ -27,9 +27,6 @@ class SharingEngine(Protocol):
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> tuple[str, Sequence] | None:
         """The mode, and the sequence of queries of this shape, None where they are of none that is shared."""
 
-    def asks_mask(self, function: Any, config: Any) -> None:
-        """A model of transformers asks for a mask, which is not made; ValueError for what attention does not have."""
-
 
 # Models call a function that knows no engine: it asks that of the module that runs on this thread. What is recomputed
 # in a backward may run outside of modules, and on a thread of autograd: then the only engine that awaits a backward.

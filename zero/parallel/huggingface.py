@@ -17,14 +17,13 @@ from zero.log import log_once
 from zero.parallel import ulysses
 from zero.parallel.attention import attention, refuse, running, shared
 from zero.parallel.sequence import Sequence
-from zero.plan.sequences import Documents, begins
+from zero.plan.sequences import begins
 
 NAME = "zero_shared"
 _WINDOW = "sliding_attention"
 # What masks are made of; those of padding come later.
 _MASKS = {f"{name}_mask_function" for name in ("causal", "bidirectional", "packed_sequence")}
-_MASKS |= {"and_masks", "sliding_window_overlay", "packed_sequence_compatibility_function"}
-_MASKS |= {"remap_positions_for_packed_sequence"}
+_MASKS |= {"and_masks", "sliding_window_overlay", "remap_positions_for_packed_sequence"}
 _COUNTS = "create_position_ids_from_input_ids"
 
 
@@ -36,7 +35,7 @@ class SharedModel:
 
     def __init__(self, module: nn.Module, shares: Callable[[], bool]) -> None:
         self._most = 0  # the last position of the sequence
-        self._packed = self._masked = False  # several documents in a row, and a mask was given
+        self._packed = self._masked = False  # whether documents would be seen here, of several; a mask was given
         self.causal: set[bool] = set()  # whether masks that it asked for were
         self._module = module
         config = getattr(module, "config", None)
@@ -85,18 +84,16 @@ class SharedModel:
         found = None if self.counts is None else self.counts(ids, mask)
         return torch.arange(length)[None] if found is None else found
 
-    def begins(self, documents: list[Documents], positions: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """A forward begins over a sequence of these documents."""
-        self._packed = any(sum(mark >= 0 for mark in each[:-1]) > 1 for each in documents)
+    def begins(self, sequence: Sequence, positions: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """A forward begins over a sequence, of these positions [rows or 1, length]; `mask`: if one was given."""
+        several = any(sum(mark >= 0 for mark in borders[:-1]) > 1 for _, borders in sequence.documents)
         self._masked = mask is not None
+        self._packed = several and (self._masked or sequence.parted())
         if self.hooks:
             self._most = int(positions.max())
 
-    def asks_mask(self, function: Callable[..., Any], config: Any, parted: bool) -> None:
-        """Raise ValueError for a mask that attention here does not have, and warn of one without documents.
-
-        parted: whether a document begins in the piece for which the model asks.
-        """
+    def asks_mask(self, function: Callable[..., Any], config: Any) -> None:
+        """Raise ValueError for a mask that attention here does not have, and warn of one without documents."""
         parts = _parts(function)
         if other := sorted(parts - _MASKS):
             raise ValueError(
@@ -104,7 +101,7 @@ class SharedModel:
                 "or hides nothing, of sliding windows and documents"
             )
         self.causal.add("causal_mask_function" in parts)
-        blind = self._masked or (parted and "packed_sequence_mask_function" not in parts)
+        blind = self._masked or "packed_sequence_mask_function" not in parts
         if self._packed and blind and "flash" not in self.plain(config):
             log_once(
                 logging.WARNING,
@@ -122,8 +119,8 @@ def shifts(module: nn.Module, aligned: tuple[str, ...]) -> bool:
     if "labels" in aligned:
         return False
     loss, name = getattr(module, "loss_type", None), type(module).__name__
-    codes = [inspect.unwrap(type(each).forward).__code__ for each in module.modules() if hasattr(each, "loss_type")]
-    if not any({"loss_function", "shift_labels"} & {*code.co_names, *code.co_varnames} for code in codes):
+    heads = [each for each in module.modules() if hasattr(each, "loss_type")]
+    if not any({"loss_function", "shift_labels"} & _names(each) for each in heads):
         loss = loss if loss not in (None, "ForCausalLM") else None  # it shifts by itself, whatever it is given
     elif loss is None and ("LMHead" in name or "CausalLM" in name):
         loss = "ForCausalLM"  # what transformers falls back on
@@ -205,7 +202,7 @@ def _mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
 
     engine = running()
     if engine is not None and engine.shares:
-        return engine.asks_mask(kwargs["mask_function"], config)
+        return engine.model.asks_mask(kwargs["mask_function"], config)
     name = "sdpa" if engine is None else engine.model.plain(config)
     make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     return None if make is None else make(*args, config=config, **kwargs)

@@ -130,10 +130,6 @@ class SharedSequences:
         self._calls += 1
         return self._mode, fitting[0]
 
-    def asks_mask(self, function: Callable[..., Any], config: Any) -> None:
-        """See `SharingEngine`."""
-        self.model.asks_mask(function, config, self._last is not None and self._last.parted())
-
     @contextlib.contextmanager
     def _running(self, sequence: Sequence) -> Iterator[None]:
         if self._ended:
@@ -199,9 +195,9 @@ class SharedSequences:
         if positions is None:
             positions = self.model.positions(named.get("input_ids"), mask, length).to(first.device)
             named["position_ids"] = positions
-        self.model.begins(documents, positions, mask)
         self._shift(named)
         sequence = Sequence(self._axis, pieces(length + more, ranks, halves), grouped(documents))
+        self.model.begins(sequence, positions, mask)
         cut = [name for name, value in named.items() if self._has_sequence(name, value, rows, length)]
         targets = _targets({name: named[name] for name in cut})
         if more and not targets:
@@ -240,9 +236,10 @@ class SharedSequences:
         mine = torch.stack([positions.expand(mask.shape), mask])
         told = comm.gather_scalars(mine.view(-1), self._axis, "positions")
         whole, masks = told.view(-1, *mine.shape).permute(1, 2, 0, 3).flatten(2)
-        documents = documents_of(whole, masks, *whole.shape)
-        self.model.begins(documents, whole, None if masks.all() else masks)
-        return Sequence(self._axis, pieces(whole.shape[1], self._axis.size, False), grouped(documents))
+        cut = pieces(whole.shape[1], self._axis.size, False)
+        sequence = Sequence(self._axis, cut, grouped(documents_of(whole, masks, *whole.shape)))
+        self.model.begins(sequence, whole, None if masks.all() else masks)
+        return sequence
 
     def _with_loss(self, output: Any, named: Mapping[str, Any]) -> Any:
         """The output with the loss of all ranks that share the batch."""
