@@ -86,6 +86,8 @@ def test_attention_that_is_not_of_its_mask_is_named() -> None:
         layer.self_attn.is_causal = False
     with pytest.raises(ValueError, match="LlamaAttention has is_causal=False, and a mask was asked for that is causal"):
         engine(**inputs(0, "plain"))
+    engine.module.config.is_causal = False  # so are the masks of each forward from now on
+    engine(**inputs(0, "plain"))
     engine.destroy()
 
 

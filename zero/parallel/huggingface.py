@@ -36,7 +36,7 @@ class SharedModel:
     def __init__(self, module: nn.Module, shares: Callable[[], bool]) -> None:
         self._most = 0  # the last position of the sequence
         self._packed = self._masked = False  # whether documents would be seen here, of several; a mask was given
-        self.causal: set[bool] = set()  # whether masks that it asked for were
+        self.causal: set[bool] = set()  # whether masks that the last forward asked for were
         self._module = module
         config = getattr(module, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -79,15 +79,15 @@ class SharedModel:
         """The implementation of attention that a configuration named."""
         return self._plain.get(id(config), "sdpa")
 
-    def positions(self, ids: torch.Tensor | None, mask: torch.Tensor | None, length: int) -> torch.Tensor:
-        """The positions that the model itself counts [rows or 1, length]."""
+    def positions(self, ids: torch.Tensor | None, mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """The positions that the model itself counts [rows or 1, length], where `like` is [rows, length, ..]."""
         found = None if self.counts is None else self.counts(ids, mask)
-        return torch.arange(length)[None] if found is None else found
+        return torch.arange(like.shape[1], device=like.device)[None] if found is None else found
 
     def begins(self, sequence: Sequence, positions: torch.Tensor, mask: torch.Tensor | None) -> None:
         """A forward begins over a sequence, of these positions [rows or 1, length]; `mask`: if one was given."""
         several = any(sum(mark >= 0 for mark in borders[:-1]) > 1 for _, borders in sequence.documents)
-        self._masked = mask is not None
+        self._masked, self.causal = mask is not None, set()
         self._packed = several and (self._masked or sequence.parted())
         if self.hooks:
             self._most = int(positions.max())

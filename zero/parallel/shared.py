@@ -193,7 +193,7 @@ class SharedSequences:
         if more:  # padding is behind all others
             documents = [(*each[:-1], ~length, length + more) for each in documents]
         if positions is None:
-            positions = self.model.positions(named.get("input_ids"), mask, length).to(first.device)
+            positions = self.model.positions(named.get("input_ids"), mask, first)
             named["position_ids"] = positions
         self._shift(named)
         sequence = Sequence(self._axis, pieces(length + more, ranks, halves), grouped(documents))
