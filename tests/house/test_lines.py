@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44981,
+    "tests": 44983,
     "zero/*.py": 1092,
     "zero/as_deepspeed": 1355,
     "zero/checkpoint": 2687,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1389,
 }
-SUM = 98207
+SUM = 98209
 
 
 def parts() -> dict[str, int]:
