@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 import zero.core.comm
 from zero.kernels import native
 from zero.kernels.aio import Aio, Request
+from zero.memory.pending_update import PendingUpdate
 from zero.memory.streams import Streams
 
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -220,7 +221,7 @@ class Recorder(StandIn):
         begin, end = next(self.numbers), next(self.numbers)
         self.note(Record(thread_name(), begin))
 
-        def run() -> Any:
+        def run(work: Callable[..., Any], *args: Any) -> Any:
             self.note(Wait(thread_name(), thread_name(), begin))
             try:
                 with self.on_this_thread():
@@ -228,7 +229,10 @@ class Recorder(StandIn):
             finally:
                 self.note(Record(thread_name(), end))
 
-        future = submit(pool, run)
+        if isinstance(pending := getattr(work, "__self__", None), PendingUpdate):
+            pending.end = end  # it is waited for, not the future
+            return submit(pool, work, run, *args)
+        future = submit(pool, run, work, *args)
         result = future.result
 
         def joined(timeout: float | None = None) -> Any:
@@ -257,6 +261,11 @@ class Recorder(StandIn):
             wait(request)
             request.end.synchronize()
 
+        def ended(pending: PendingUpdate, wait: Any = PendingUpdate.wait) -> None:
+            wait(pending)
+            if hasattr(pending, "end"):
+                self.note(Wait(thread_name(), thread_name(), pending.end))
+
         def in_place(place: Any, name: str, ours: Callable[..., Any], **more: Any) -> None:
             patch.setattr(place, name, lambda *args, **rest: ours(*args, **more, **rest))
 
@@ -264,6 +273,7 @@ class Recorder(StandIn):
             patch.setattr(native, "_find", lambda name: (None, None))
             native.load.cache_clear()
             in_place(Request, "wait", waited)
+            in_place(PendingUpdate, "wait", ended)
             in_place(Aio, "_begin", self.requested, begin=Aio._begin)
             in_place(torch.UntypedStorage, "resize_", self.resized, resize=torch.UntypedStorage.resize_)
             in_place(ThreadPoolExecutor, "submit", self.submitted, submit=ThreadPoolExecutor.submit)

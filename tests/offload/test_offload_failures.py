@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from ranks import said_by
 from torch import nn
 
 import zero
+from zero.memory.pending_update import PendingUpdate, Waits
 
 
 def fail_at_second(engine: Any) -> None:
@@ -171,6 +174,45 @@ def test_an_exception_or_ctrl_c_may_end_a_program_while_updates_run(program):
     assert (both["raise"].returncode, both["interrupt"].returncode) == (1, -signal.SIGINT), said
     assert "ArithmeticError: of the user" in said["raise"] and "half updated" not in said["raise"]
     assert said["interrupt"].strip().endswith("KeyboardInterrupt")
+
+
+def test_wherever_ctrl_c_ends_a_wait_the_update_still_ends_and_can_be_waited_for():
+    interrupted = True
+    for moment in itertools.count(1):
+        pending = PendingUpdate(Waits())
+        worker = threading.Timer(0.002, pending.run, [int])
+        worker.start()
+        try:
+            with interrupt_at(moment):
+                pending.result()
+            interrupted = False
+        except KeyboardInterrupt:
+            pass
+        worker.join(60)
+        assert not worker.is_alive(), f"interrupted at {moment}"
+        assert pending.result() == 0
+        if not interrupted:
+            break
+    assert moment > 20
+
+
+@contextlib.contextmanager
+def interrupt_at(moment: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt before so many steps of the interpreter inside of the functions that are called."""
+    steps = iter(range(1, moment))
+
+    def trace(frame: Any, event: str, arg: object) -> Any:
+        frame.f_trace_opcodes = True
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 @pytest.mark.ranks(2)

@@ -88,7 +88,7 @@ class Shard:
     def updating(self) -> bool:
         """Whether an update of the shard runs beside the training loop at this moment."""
         pending = self.pending
-        return pending is not None and not pending.future.done()
+        return pending is not None and not pending.ended
 
     def defer(self, pending: PendingUpdate) -> None:
         """An update of the shard runs. Where parameters are not cut they look released until it is over.
@@ -115,7 +115,7 @@ class Shard:
             stream.wait(self._end_of(pending))
 
     def _end_of(self, pending: PendingUpdate) -> torch.cuda.Event | None:
-        if pending.forked and (self._shared or not pending.future.done()):
+        if pending.forked and (self._shared or not pending.ended):
             raise RuntimeError(
                 f"{self._buffer.name} was being updated when this process was forked, and what it waits for comes "
                 "in the parent process only; read the parameters there, before the fork"
@@ -124,8 +124,10 @@ class Shard:
 
     def abandon_update(self) -> None:
         """No update runs any more; one that has failed will not be heard of again."""
-        if self.pending is not None and self.pending.future.exception() is None:
-            self.settle()
+        if self.pending is not None:
+            self.pending.wait()
+            if self.pending.error is None:
+                self.settle()
         self.pending = None
 
     def fetch(self) -> bool:

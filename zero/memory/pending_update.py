@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 
 class Waits:
@@ -28,27 +28,49 @@ class Waits:
         return taken
 
 
-class PendingUpdate(NamedTuple):
+class PendingUpdate:
     """One update's future result: an event after which the device has it, or None.
 
-    process: the process whose thread computes it.
+    Unlike with concurrent.futures, a thread that waits holds no lock which `run` needs: Ctrl-C may come as a lock has
+    just been taken, Python then leaves it so, and the updating thread, which the interpreter waits for, would hang.
+
+    ended: `run` is over; error: what it raised.
     """
 
-    future: Future[Any]
-    process: int
-    waits: Waits
+    def __init__(self, waits: Waits) -> None:
+        self.ended = False
+        self.error: BaseException | None = None
+        self._result: Any = None
+        self._process = os.getpid()  # whose thread computes it
+        self._waits = waits
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def run(self, compute: Callable[..., Any], *args: Any) -> None:
+        """Compute it, once; any thread may."""
+        try:
+            self._result = compute(*args)
+        except BaseException as error:
+            self.error = error.with_traceback(None)  # whose frames would keep memory; its cause has the place
+        self.ended = True
+        self._running.release()
 
     @property
     def forked(self) -> bool:
         """Whether this is a forked process, which lacks the thread."""
-        return self.process != os.getpid()
+        return self._process != os.getpid()
+
+    def wait(self) -> None:
+        """Wait for the end."""
+        start = time.perf_counter()
+        while not self.ended:  # so that nothing hangs that comes after an interrupted wait
+            with self._running:
+                pass
+            self._waits.add(time.perf_counter() - start)
 
     def result(self) -> Any:
         """Wait for the result; raises the update's error, each time."""
-        if self.future.done():
-            return self.future.result()
-        start = time.perf_counter()
-        try:
-            return self.future.result()
-        finally:
-            self.waits.add(time.perf_counter() - start)
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return self._result

@@ -15,7 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -122,19 +122,14 @@ class UnitUpdater:
         ready = record_event(self._device)  # after all reads of the old parameters
         self._submitted = [update.unit for update in updates]
         self._next += self._submitted
-        pending = [PendingUpdate(self._begin(each, ready), os.getpid(), self.waits) for each in updates]
+        pending = [PendingUpdate(self.waits) for _ in updates]
+        for update, result in zip(updates, pending, strict=True):
+            if update.unit.shard.placement.queued:
+                result.run(self._run, update, ready)
+            else:
+                self._worker.submit(result.run, self._run, update, ready)
         for update, result in zip(updates, pending, strict=True):
             update.unit.shard.defer(result)
-
-    def _begin(self, update: Update, ready: torch.cuda.Event | None) -> Future[Any]:
-        if not update.unit.shard.placement.queued:
-            return self._worker.submit(self._run, update, ready)
-        done: Future[Any] = Future()
-        try:
-            done.set_result(self._run(update, ready))
-        except RuntimeError as error:  # reported like a thread's
-            done.set_exception(error)
-        return done
 
     def _bring(self, unit: Unit) -> None:
         with unit.shard.placement.streams.up.entered():
