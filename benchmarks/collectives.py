@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -121,7 +122,7 @@ def check(case: Case, ways: dict[str, Way]) -> None:
 
 def worker(rank: int, ranks: int, cases: list[Case], repeat: int) -> dict[Case, dict[str, list[float]]]:
     """Seconds of every repetition of every way of every case."""
-    axis = Axis(dist.group.WORLD, ranks, rank, native=False)
+    axis = Axis(weakref.ref(dist.group.WORLD), ranks, rank, native=False)
     seconds: dict[Case, dict[str, list[float]]] = {}
     for case in cases:
         ways = ways_of(case, axis)

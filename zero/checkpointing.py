@@ -9,6 +9,7 @@ called. Modules that the JSON names under `zero.recompute` need neither.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
@@ -128,7 +129,8 @@ def _axis(mpu: Any) -> Axis:
     if rank < 0:
         raise ValueError(f"mpu_: its group does not hold this process (rank {dist.get_rank()})")
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Axis(group, size, rank, backend_of(group, local_device()) == "nccl", Watchdog(dist.get_rank()), ranks)
+    native = backend_of(group, local_device()) == "nccl"
+    return Axis(weakref.ref(group), size, rank, native, Watchdog(dist.get_rank()), ranks)
 
 
 def _config(source: Any) -> Config:

@@ -10,6 +10,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,24 @@ def test_nothing_is_left(pool, stage):
     for rank, cases in enumerate(pool.run(2, all_moments, stage)):
         for name, found in cases.items():
             assert found == wanted, f"rank {rank}, {name}"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [3, *longer(0, 1, 2)])
+def test_a_process_group_ends_when_it_is_destroyed_and_not_with_the_engine(stage):
+    """Else gloo's threads would go on beside the end of the interpreter, and may abort the process."""
+    group = dist.new_group([0, 1])
+    ref = weakref.ref(group)
+    mpu = SimpleNamespace(get_data_parallel_group=lambda: ref())
+    engine, *_ = zero.initialize(model=make_net(), config=config(stage, 2), mpu=mpu)
+    steps(engine, 2)
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    del group
+    assert ref() is None
+    if stage == 3:
+        assert "the process group was destroyed; call zero.initialize() again" in said_by(lambda: steps(engine, 1))
+    engine.destroy()
 
 
 @pytest.mark.ranks(2)

@@ -15,19 +15,19 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 44983,
-    "zero/*.py": 1092,
+    "tests": 45056,
+    "zero/*.py": 1094,
     "zero/as_deepspeed": 1355,
     "zero/checkpoint": 2687,
     "zero/compat": 1200,
     "zero/config": 2193,
-    "zero/core": 7062,
+    "zero/core": 7087,
     "zero/data": 1076,
     "zero/engine": 6774,
     "zero/examples": 99,
     "zero/kernels": 2017,
     "zero/launch": 4230,
-    "zero/memory": 1503,
+    "zero/memory": 1525,
     "zero/monitor": 1188,
     "zero/optim": 2710,
     "zero/parallel": 1238,
@@ -37,9 +37,9 @@ LIMITS = {
     "zero/tiled": 599,
     "zero/tools": 4875,
     "zero/utils": 428,
-    "zero/watchdog": 1389,
+    "zero/watchdog": 1391,
 }
-SUM = 98209
+SUM = 98333
 
 
 def parts() -> dict[str, int]:

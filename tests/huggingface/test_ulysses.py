@@ -282,7 +282,8 @@ def test_accelerates_own_script_has_the_losses_of_one_process(
     hub.make(tmp_path, [LLAMA])
     start = tmp_path / "start.py"
     text = f"import runpy, time, torch\ntorch.set_printoptions(precision=9)\nrunpy.run_path({str(script)!r})\n"
-    # A thread of gloo that drops tensors of the last scatter after the interpreter has ended would abort the process.
+    # torch.distributed.nn's functions keep the process group in their defaults, and so gloo's threads: one that drops
+    # tensors of the last scatter after the interpreter has ended would abort the process.
     start.write_text(text + "time.sleep(1)\n")
     words = ["--num_processes=2", "--num_machines=1", "--machine_rank=0", "--use_deepspeed", f"--zero_stage={number}"]
     command = ["-m", "zero.as_deepspeed", "-m", "accelerate.commands.launch", *words, f"--mixed_precision={precision}"]

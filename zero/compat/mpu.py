@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from functools import partialmethod
 
 import torch.distributed as dist
 from torch import nn
 
+from zero.core.world import alive
 from zero.plan.grid import DATA, Grid, by_axis
 
 
@@ -42,7 +44,7 @@ class GridGroups:
         if grid.world != dist.get_world_size():
             raise ValueError(f"grid: got one of {grid.world} ranks; there are {dist.get_world_size()}")
         self.grid = grid
-        self._made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+        self._made: dict[tuple[str, ...], weakref.ref[dist.ProcessGroup] | None] = {}
 
     def _ranks(self, *axes: str, with_context_parallel: bool = False) -> tuple[int, ...]:
         return self.grid.ranks((*axes, *("cp",) * with_context_parallel), dist.get_rank())
@@ -60,8 +62,9 @@ class GridGroups:
             lists = self.grid.lists(*axes)
             # Every rank makes every group, in one order.
             made = {ranks: dist.new_group(list(ranks)) for ranks in lists if len(ranks) < self.grid.world}
-            self._made[axes] = made.get(self._ranks(*axes)) if made else dist.group.WORLD
-        return self._made[axes]
+            group = made.get(self._ranks(*axes)) if made else dist.group.WORLD
+            self._made[axes] = group and weakref.ref(group)
+        return alive(self._made[axes])
 
     get_tensor_model_parallel_rank = partialmethod(_rank, "tp")
     get_tensor_model_parallel_world_size = partialmethod(_size, "tp")

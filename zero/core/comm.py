@@ -170,11 +170,11 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
     pending = Pending(axis.watchdog.began(tag, _sent(flat, axis)), axis.watchdog)
     if axis.native and (pairwise or flat.dtype == torch.uint8 or flat.itemsize <= axis.summed_here):
         received = torch.empty_like(flat)
-        work = dist.all_to_all_single(received, flat, group=axis.second or axis.group, async_op=True)
+        work = dist.all_to_all_single(received, flat, group=axis.reducing_group, async_op=True)
         return Inbox(flat, received.chunk(axis.size), ((work,),), (), max(1, numel), pending, pairwise)
     if axis.native:
         own = torch.empty(numel, dtype=flat.dtype, device=flat.device)
-        work = _reduce_scatter(own, flat, group=axis.second or axis.group, async_op=True)
+        work = _reduce_scatter(own, flat, group=axis.reducing_group, async_op=True)
         return Inbox(flat, (own,), ((work,),), (), max(1, numel), pending)
     tag = _own_tag(tag, axis)
     flat = flat.cpu()  # no copy but for CUDA: gloo sends from host memory only

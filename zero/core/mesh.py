@@ -8,6 +8,7 @@ and all other code asks the unit for it. What concerns all ranks together is the
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass, replace
 
 import torch
@@ -141,9 +142,11 @@ class Meshes:
         if key not in self._axes:
             group = world.group if len(own) == world.size else world.new_group(lists, self._timeout)
             ranks = tuple(world.ranks[place] for place in own)
-            self._axes[key] = Axis(group, len(own), own.index(world.rank), world.native, world.watchdog, ranks)
-        if reduces and self._axes[key].second is None:
-            self._axes[key] = replace(self._axes[key], second=world.new_group(lists, self._timeout))
+            place = own.index(world.rank)
+            self._axes[key] = Axis(weakref.ref(group), len(own), place, world.native, world.watchdog, ranks)
+        if reduces and self._axes[key].second_ref is None:
+            second = weakref.ref(world.new_group(lists, self._timeout))
+            self._axes[key] = replace(self._axes[key], second_ref=second)
         return self._axes[key]
 
     def _with_sums(self, axis: Axis) -> Axis:

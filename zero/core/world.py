@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -33,23 +34,34 @@ MAX_TIMEOUT = 1e7  # seconds, four months; what gloo can count ends later
 class Axis:
     """Ranks that exchange something: one axis of a mesh, or the world.
 
-    group: the process group along it, None for an axis of one rank;
+    group_ref: the process group along it, None for an axis of one rank. Weakly, as all that an engine holds of groups:
+           it is to end when it is destroyed, and gloo's threads with it, not with the last that holds this axis;
     rank:  this process's place along it, of `size`;
     native: NCCL carries its messages: take the backend's own reduce-scatter and all-gather;
     watchdog: watches its waits;
     ranks: the global ranks along it, in order;
-    second: with NCCL, another communicator of the same ranks, for reductions, which are not to wait for gathers;
+    second_ref: with NCCL, another communicator of the same ranks, for reductions, which are not to wait for gathers;
     summed_here: with NCCL, elements of up to so many bytes are added up here, in the order of ranks, not by it.
     """
 
-    group: dist.ProcessGroup | None
+    group_ref: weakref.ref[dist.ProcessGroup] | None
     size: int
     rank: int
     native: bool
     watchdog: Watchdog = field(default_factory=Watchdog)
     ranks: tuple[int, ...] = (0,)
-    second: dist.ProcessGroup | None = None
+    second_ref: weakref.ref[dist.ProcessGroup] | None = None
     summed_here: int = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group along it, None for an axis of one rank. Raises RuntimeError once it is destroyed."""
+        return alive(self.group_ref)
+
+    @property
+    def reducing_group(self) -> dist.ProcessGroup | None:
+        """As `group`, for reductions."""
+        return alive(self.second_ref or self.group_ref)
 
     @property
     def global_rank(self) -> int:
@@ -117,7 +129,7 @@ def make_world(
     backend = backend_of(group, device)
     ranks = tuple(dist.get_process_group_ranks(group))
     watchdog, native = Watchdog(ranks[rank]), backend == "nccl"
-    world = World(group, size, rank, native, watchdog, ranks)
+    world = World(weakref.ref(group), size, rank, native, watchdog, ranks)
     if size == 1:
         return world
     if device.type != "cpu" and not native:
@@ -133,6 +145,14 @@ def make_world(
         raise
     watchdog.order = [] if check_order else None
     return replace(world, per_node=per_node)
+
+
+def alive(ref: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | None:
+    """The process group, None where there is none. Raises RuntimeError where it was destroyed."""
+    group = ref and ref()
+    if ref is not None and group is None:
+        raise RuntimeError("the process group was destroyed; call zero.initialize() again after init_process_group()")
+    return group
 
 
 def _agreed(world: World, same: dict[str, int]) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -41,7 +42,7 @@ class HangDetector(threading.Thread):
         self,
         status: RankStatus,
         store: StatusStore,
-        groups: Sequence[dist.ProcessGroup],
+        groups: Sequence[weakref.ref[dist.ProcessGroup]],
         timeout: float,
         device: DeviceWaits | None,
     ) -> None:
@@ -50,7 +51,7 @@ class HangDetector(threading.Thread):
         self._status = status
         self._store = store
         self._groups = groups
-        self._world = dist.group.WORLD
+        self._world = weakref.ref(dist.group.WORLD)
         self._timeout = timeout
         self._device = device
         self._said: Waiting | None = None  # the wait that the last line was about
@@ -73,7 +74,7 @@ class HangDetector(threading.Thread):
     def run(self) -> None:
         """Run until the end, or until the process group is gone."""
         looked = time.monotonic()
-        while not self._ended and dist.is_initialized() and dist.group.WORLD is self._world:
+        while not self._ended and dist.is_initialized() and dist.group.WORLD is self._world():
             now = time.monotonic()
             if now - looked > STOPPED:
                 self._resumed = now
@@ -204,7 +205,7 @@ class HangDetector(threading.Thread):
 
     def _abort(self) -> None:
         """Make NCCL abort the work of these groups, so that the device's streams and their waiters continue."""
-        for group in self._groups:
+        for group in filter(None, (ref() for ref in self._groups)):
             group.abort()
 
     def _interrupt(self) -> None:
@@ -212,7 +213,7 @@ class HangDetector(threading.Thread):
 
         gloo does so when any wait times out, so this waits for a message that no rank sends.
         """
-        for group in self._groups:
+        for group in filter(None, (ref() for ref in self._groups)):
             for peer in range(dist.get_world_size(group)):
                 if peer != dist.get_rank(group):
                     # This error is expected, or the connection to this peer is closed already.

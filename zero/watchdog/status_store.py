@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -49,7 +50,7 @@ class StatusStore(threading.Thread):
         self._wake = threading.Event()
         self.messages = Messages(self._wake.set)
         self._status = status
-        self._world = dist.group.WORLD
+        self._world = weakref.ref(dist.group.WORLD)
         identity = hashlib.blake2b(repr(sorted(ranks)).encode(), digest_size=8).hexdigest()
         self._store = SignedStore(f"zero/{identity}/", status.rank)
         self.records = RecordReader(rank for rank in ranks if rank != status.rank)
@@ -115,7 +116,7 @@ class StatusStore(threading.Thread):
             while True:
                 ended = self._ended and not self.messages.open
                 # A store whose group was destroyed may block for minutes; a save keeps it open.
-                if not self.messages.open and (not dist.is_initialized() or dist.group.WORLD is not self._world):
+                if not self.messages.open and (not dist.is_initialized() or dist.group.WORLD is not self._world()):
                     self.failed = "the process group was destroyed"
                     return
                 self._turn()

@@ -61,7 +61,7 @@ class Watchdog:
         that end there and not in this process (NCCL's), which cannot be ended from here.
         """
         self._device = device
-        groups = self._groups = [group]
+        groups = self._groups = [weakref.ref(group)]
         self.store = StatusStore(self.status, ranks)
         self._detector = HangDetector(self.status, self.store, groups, timeout, self._device)
         for thread in (self.store, self._detector):
@@ -75,7 +75,7 @@ class Watchdog:
 
     def own(self, group: dist.ProcessGroup) -> None:
         """Own a process group made only for this engine: its waits are ended, too, and it is destroyed at the end."""
-        self._groups.append(group)
+        self._groups.append(weakref.ref(group))
 
     @property
     def number(self) -> int:
@@ -214,9 +214,9 @@ def _end(pid: int, status: RankStatus, store: StatusStore, detector: HangDetecto
         time.sleep(OUTLIVES)  # the store ends with this process, and no rank could read the reason
 
 
-def _forget(at_exit: Callable[[], None], groups: Sequence[dist.ProcessGroup], *parts: object) -> None:
+def _forget(at_exit: Callable[[], None], groups: Sequence[weakref.ref[dist.ProcessGroup]], *parts: object) -> None:
     atexit.unregister(at_exit)
     _end(*parts, Phase.DESTROYED)
-    for group in groups[1:]:
+    for group in filter(None, (ref() for ref in groups[1:])):
         with contextlib.suppress(ValueError):  # it was destroyed together with the default group
             dist.destroy_process_group(group)
