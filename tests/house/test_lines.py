@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 45056,
+    "tests": 45058,
     "zero/*.py": 1094,
     "zero/as_deepspeed": 1355,
     "zero/checkpoint": 2687,
