@@ -60,7 +60,7 @@ class Pending(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A gather on its way. Keeps the buffers of the messages alive, and the host copy where one is needed."""
+    """A gather in flight. Keeps the buffers of the messages alive, and the host copy where one is needed."""
 
     works: Sequence[dist.Work]
     full: torch.Tensor
@@ -114,7 +114,7 @@ def _gather_native(full: torch.Tensor, axis: Axis, pending: Pending, rows: int) 
 
 
 class Inbox(NamedTuple):
-    """A scatter on its way: one row per rank, in the order of ranks, ours among them.
+    """A scatter in flight: one row per rank, in the order of ranks, ours among them.
 
     `rows` are slices of `flat` (ours) and of the receive buffer; all of it lives until `sum` has returned,
     because messages read and write it. Those of uint8 hold elements in 8 bits (zero/kernels/wire.py).
@@ -202,12 +202,12 @@ def broadcast(tensor: torch.Tensor, source: int, axis: Axis, unit: str = "") -> 
 
     `unit`: for messages.
 
-    Any strides and any dtype: the tensor may be transposed or expanded, of which a backend would send, and overwrite,
-    the memory behind its first element.
+    Any strides and any dtype: of a transposed or expanded tensor a backend would send, and overwrite, the memory
+    behind its first element.
     """
     if axis.size == 1:
         return
-    # Of what is expanded, once what is there once.
+    # An expanded dimension is sent once.
     tensor = tensor.detach()
     for dim, stride in enumerate(tensor.stride()):
         tensor = tensor if stride else tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
@@ -273,7 +273,7 @@ def exchange(flat: torch.Tensor, sends: Sequence[int], receives: Sequence[int], 
 
 
 class Passage(NamedTuple):
-    """Tensors on their way to one rank, and others from another. Keeps the memory of both alive."""
+    """Tensors in flight to one rank, and others from another. Keeps the memory of both alive."""
 
     works: Sequence[dist.Work]
     sent: Sequence[torch.Tensor]
@@ -330,7 +330,7 @@ def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm"
 
 
 class Word(NamedTuple):
-    """Numbers on their way to one rank. Keeps the memory of the message alive."""
+    """Numbers in flight to one rank. Keeps the memory of the message alive."""
 
     work: dist.Work
     numbers: torch.Tensor

@@ -1,6 +1,6 @@
 """How the full parameters of one unit come from other ranks: as they are, from a second copy on the node, or in 8 bits.
 
-Each way is a strategy with the same verbs. A unit has one, and beside 8 bits another for who asks for exact values.
+Each way is a strategy with the same verbs. A unit has one; beside that of 8 bits it has a second, for exact values.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Gathering:
         return 0
 
     def room(self) -> torch.Tensor:
-        """What the gather that comes now fills; its memory is of the current stream, which reads it."""
+        """The tensor that the next gather fills; its memory belongs to the current stream, which reads it."""
         return self._buffer.full
 
     def begin(self, room: torch.Tensor) -> Transfer | Decoding:
-        """Start to gather into `room`; wait for what is returned, and the full buffer is whole."""
+        """Start to gather into `room`; when the result's `wait` returns, the full buffer is whole."""
         if self._buffer.cut:
             self._shard.fill()
         return comm.gather(room, self._mesh.shard, self._tag)
@@ -50,10 +50,10 @@ class Gathering:
         """The shards of all ranks change, or have changed."""
 
     def updated(self) -> None:
-        """The optimizer has changed the shard; the caller still has the exact values at hand."""
+        """The optimizer has changed the shard; the exact values are still acquired."""
 
     def publish(self) -> None:
-        """Start to send a changed shard wherever it is wanted before the next gather."""
+        """Start to send a changed shard to where it is needed before the next gather."""
 
     def shown(self) -> torch.Tensor | None:
         """What a gather puts in the shard's place in the full buffer [window.numel]; None: the shard's values."""
@@ -66,15 +66,15 @@ class Gathering:
 class SecondaryShard:
     """hpZ: a second copy of one unit's values, cut over the ranks of one node (ZeRO++, Wang et al. 2023, section 3.2).
 
-    State is cut over all ranks. After each update a rank brings, once, the slices that its place in the node stands
-    for from the ranks with the same place in other nodes: [nodes, n] of [nodes, ranks of a node, n]. Every gather until
+    State is cut over all ranks. Once after each update, a rank gathers the slices of its place in the node from the
+    ranks with the same place in the other nodes: [nodes, n] of [nodes, ranks of a node, n]. Every gather until
     the next update then stays inside the node.
 
-    values: flat [nodes * n]; there, or on their way, where `fresh`.
+    values: flat [nodes * n]; valid, or in flight, if `fresh`.
     """
 
     def __init__(self, mesh: Mesh, full: torch.Tensor) -> None:
-        """For what is of the shape, dtype and device of `full` when it is whole."""
+        """`full`: a tensor of the shape, dtype and device of what is gathered."""
         self._inside, self._across = mesh.secondary, mesh.across
         self.values = torch.empty(full.numel() // self._inside.size, dtype=full.dtype, device=full.device)
         self._transfer: Transfer | None = None
@@ -135,7 +135,7 @@ class SecondaryGathering(Gathering):
         self._secondary.invalidate()
 
     def publish(self) -> None:
-        """Bring this rank's secondary shard from the other nodes, unless it is there or on its way."""
+        """Bring this rank's secondary shard from the other nodes, unless it is valid or in flight."""
         if self._secondary.fresh:
             return
         self._shard.wait_copies()
@@ -152,7 +152,7 @@ class SecondaryGathering(Gathering):
 
 
 class Decoding(NamedTuple):
-    """A gather of 8 bits on its way, and the full buffer that they are decoded into."""
+    """A gather of 8 bits in flight, and the full buffer that it is decoded into."""
 
     transfer: Transfer
     full: torch.Tensor
@@ -167,18 +167,18 @@ class QuantizedGathering(Gathering):
     """Gathers the values in 8 bits (ZeRO++'s qwZ, Wang et al. 2023, section 3.1); with hpZ, from a second copy of them.
 
     The rank that owns the exact values encodes them once in a step (the paper encodes what was rounded, at each
-    gather), and all ranks, the owner too, compute with what they decode. Nothing that is kept is made of decoded
-    values: who asks for exact ones gets them by `exact`.
+    gather), and all ranks, the owner too, compute with what they decode. Nothing that is kept is made from
+    decoded values; `exact` gathers the exact ones.
     """
 
-    reads_shard = False  # what the other ranks want is on the device
+    reads_shard = False  # what the other ranks need is on the device
 
     def __init__(self, mesh: Mesh, shard: Shard, buffer: ParamBuffer, tag: int) -> None:
         super().__init__(mesh, shard, buffer, tag)
         self.exact = Gathering(mesh, shard, buffer, tag)
         # This rank's shard as zero/kernels/wire.py encodes it.
         self._message = torch.empty(wire_nbytes(shard.window.numel), dtype=torch.uint8, device=buffer.full.device)
-        self._encoded = False  # the message is of what the exact values are now
+        self._encoded = False  # the message encodes the present exact values
         self._secondary = None if mesh.secondary is None else SecondaryShard(mesh, self._messages())
 
     @property
@@ -187,7 +187,7 @@ class QuantizedGathering(Gathering):
         return self._message.nbytes + (0 if self._secondary is None else self._secondary.values.nbytes)
 
     def room(self) -> torch.Tensor:
-        """Memory for the messages of all ranks; encodes ours, for which the exact values may have to be brought."""
+        """Memory for the messages of all ranks; encodes ours, for which the exact values may have to be fetched."""
         self._encode()
         return self._messages()
 

@@ -70,7 +70,7 @@ class FrozenUnits:
         self._open += 1
 
     def _closed(self) -> None:
-        """It has left one: release what no other open call reads."""
+        """The backward left a call: release what no other open call reads."""
         self._open -= 1
         if self._open == 0 and all(unit.gradients.complete for unit in self._trained):
             for unit in self._frozen:
@@ -87,9 +87,9 @@ def attach(
     """Hook a module that reads `units`, of which some may be `frozen`; returns the handles that undo it.
 
     Both the module at which a unit is anchored and every module that owns one of its parameters are hooked:
-    the first keeps the unit through a whole block, the others make tied weights, modules called on their
+    the first keeps the unit through a whole block, the others let tied weights, modules called on their
     own, and losses taken from the middle of a block find their parameters. A module that owns none but has some below
-    it is hooked for calls on its own only, in which it may read those.
+    it is hooked only for calls from outside of any forward, in which it may read those.
     """
     # A copy of the module must neither take the engine along nor ask it for parameters.
     before, after, method = _forward_hooks(units, frozen, prefetcher, begin_backward)
@@ -102,7 +102,7 @@ def attach(
 class OwnHook:
     """Calls `hook` on the module that it was registered on, and does nothing on a copy of that module.
 
-    It runs as it is also where the user has compiled the module: a compiler cannot follow how parameters come and go.
+    It is never compiled, even if the user compiles the module: a compiler cannot follow parameters that come and go.
 
     A copy has whole parameters of its own. With the hooks it would gather those of the original, which needs all
     ranks, and an averaged copy that one rank evaluates would wait for ever.
@@ -176,7 +176,7 @@ def attach_wait(module: nn.Module, units: Sequence[Unit]) -> list[RemovableHandl
 def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], None]:
     """What to call after the first backward: it warns of the leaves among `anchors` that were not called.
 
-    All below such a leaf would be gathered at its entry, which does not come; ranks may part there as without it.
+    All below such a leaf is gathered when it is entered, which never happens: ranks may diverge as without a leaf.
     """
     handles: dict[str, RemovableHandle] = {}
 
@@ -235,10 +235,11 @@ def _forward_hooks(
         return output
 
     def end(call: Call, output: Any) -> None:
-        prefetcher.leave(call, output)
+        tensors = list(tensors_in(output))
+        prefetcher.leave(call, tensors)
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                # What the caller changes a view by in place, backward goes to its base for, past the view itself.
+            for tensor in tensors:
+                # Where the caller changes a view in place, backward goes to its base, past the view itself.
                 for hooked in (tensor, view_base(tensor)):
                     # A leaf would keep the hook for ever; it has no backward of ours behind it either.
                     if hooked is not None and hooked.grad_fn is not None:

@@ -16,7 +16,6 @@ from torch import nn
 from zero.compat.bitsandbytes import Int8
 from zero.core.released import Released, absent, released_class
 from zero.core.state import TRANSITIONS, State
-from zero.core.tensors import resizable
 from zero.core.torch_private import (
     set_versions,
     storage_references,
@@ -35,9 +34,9 @@ class ParamBuffer:
     cut:   parameters exist in full only while they are used;
     lock:  held by whichever thread changes `state` or the storage. That is the thread of the training loop (or
            autograd's, while the loop waits for a backward), a thread that reads parameters beside it, or the one that
-           updates the unit and then sends it; what a thread waits for under the lock never needs the lock itself;
+           updates the unit and then sends it. Nothing that a thread waits for under the lock needs the lock;
     versions: of each parameter when its value was last taken;
-    kept_for_graph: a graph that was built while the parameters were read may find the values where they were.
+    kept_for_graph: a graph that was built while the parameters were read still finds the values in their place.
     """
 
     mixin = Released  # of the classes of released parameters
@@ -91,17 +90,17 @@ class ParamBuffer:
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
 
     def free(self, keep_if_referenced: bool) -> None:
-        """Have the parameters look released, and give their memory back; see `Unit.release`."""
+        """Have the parameters look released, and free their memory; see `Unit.release`."""
         try:
             self._hide()
             self._free(keep_if_referenced)
         except BaseException:
-            self.show()  # the memory is there as it was
+            self.show()  # the memory is as it was
             raise
         self.move("release")
 
     def show(self) -> None:
-        """Have the parameters be the views of the buffer, with the versions that saved tensors know."""
+        """Make the parameters views of the buffer again, with the versions that saved tensors expect."""
         for param, view, kind in zip(self.params, self.views, self._classes, strict=True):
             param.__class__ = kind
             param.data = view
@@ -116,7 +115,7 @@ class ParamBuffer:
             self._hide()
 
     def reload(self) -> None:
-        """The storages hold again what they held at `offload`."""
+        """The storages hold the values of `offload` again."""
         self.move("reload" if self.cut else "show")
         if not self.cut:
             self.show()
@@ -133,7 +132,7 @@ class ParamBuffer:
                 param.__class__ = kind
 
     def forget_graph(self) -> None:
-        """No graph reads the values any more that a reader has left; one that does all the same raises."""
+        """No graph may read the values that a reader has left any more; one that does raises."""
         if self.kept_for_graph and self.state in (State.SHARDED, State.REQUESTED, State.GATHERING):
             with without_torch_function():
                 self._blank()
@@ -144,7 +143,7 @@ class ParamBuffer:
         return storage_references(self.full), *map(tensor_references, self.params)
 
     def note_versions(self, indices: Iterable[int] | None = None) -> None:
-        """What stands in these parameters (all) now was taken as their values."""
+        """The present values of these parameters (None: of all) were taken."""
         for index in range(len(self.params)) if indices is None else indices:
             self.versions[index] = self.params[index]._version
 
@@ -153,7 +152,7 @@ class ParamBuffer:
         return {index for index, param in enumerate(self.params) if param._version != self.versions[index]}
 
     def outdate(self, indices: Sequence[int] | None = None) -> None:
-        """The values of these parameters (all) change: a graph that was built before raises, as in plain torch."""
+        """The values of these parameters (None: of all) change: a graph built before raises, as in plain torch."""
         indices = range(len(self.params)) if indices is None else indices
         if self.state in (State.SHARDED, State.REQUESTED):
             for index in indices:
@@ -163,9 +162,9 @@ class ParamBuffer:
             self.note_versions(indices)
 
     def reattach(self, index: int) -> str | None:
-        """Have parameter `index` be our view again if `param.data` was replaced.
+        """Make parameter `index` our view again if `param.data` was replaced.
 
-        Its values are taken. Returns what is wrong instead if it has another shape or dtype, which is undone.
+        Its values are taken. If it has another shape or dtype, the replacement is undone, and what is wrong returned.
         """
         param, view = self.params[index], self.views[index]
         if _same_place(param, view):
@@ -191,7 +190,7 @@ class ParamBuffer:
                     f"of another shape or dtype ({wrong}); the replacement is undone"
                 )
             replaced.add(index)
-            if self.cut:  # the graph that was built since has read these very values
+            if self.cut:  # a graph that was built since has read these very values
                 set_versions((param,), (version,))
         return replaced
 
@@ -229,6 +228,12 @@ class ParamBuffer:
     def _views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         spans = self.plan.layout.spans.values()
         return [full.narrow(0, *span).view(param.shape) for param, span in zip(self.params, spans, strict=True)]
+
+
+def resizable(storage: torch.UntypedStorage) -> bool:
+    """Whether its memory may be given back and come again: torch refuses where `numpy()` was called, and crashes
+    where `share_memory_()` or a queue has moved the storage into memory that processes share."""
+    return storage.resizable() and (storage.device.type != "cpu" or not storage.is_shared())
 
 
 def _same_place(param: torch.Tensor, view: torch.Tensor) -> bool:

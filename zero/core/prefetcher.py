@@ -1,18 +1,16 @@
-"""When parameters come and go: gather before a use, prefetch the next ones, release after."""
+"""When parameters are gathered and released: before a use, ahead of the next ones, after the last."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from zero.core.owner import owner_of
 from zero.core.released import Released
 from zero.core.state import State
-from zero.core.tensors import tensors_in
 from zero.core.torch_private import backward_task, storage_id
 from zero.core.unit import Unit
 from zero.plan.order import START, Limits, Position, advance, fetched_ahead, read_ahead, to_come, used_again
@@ -24,9 +22,9 @@ def in_backward() -> bool:
 
 
 class Call:
-    """One forward of a hooked module, with the units that it reads: its own, and others that it came upon.
+    """One forward of a hooked module, with the units that it reads: its own, and others that it reads on the way.
 
-    tell_frozen: to be called when a gradient of its output is there, where frozen units want to know.
+    tell_frozen: to call when a gradient of its output has come, if frozen units follow it.
     """
 
     __slots__ = ("tell_frozen", "units")
@@ -48,9 +46,9 @@ class Phase(enum.Enum):
 class Use:
     """How one unit is used at this moment.
 
-    depth:   calls that hold it open, nested ones counted, and borrowers of what the root returned;
-    reached: the backward (by number of its task) that came first to a module that reads the unit, or None;
-    left:    the backward that does not read it any more, or None.
+    depth:   how many calls hold it open, nested ones included, and readers of what the root returned;
+    reached: the backward (its task's number) that first came to a module that reads the unit, or None;
+    left:    the backward that has finished reading it, or None.
     """
 
     unit: Unit
@@ -65,21 +63,21 @@ class Use:
         return self.phase is Phase.LIVE
 
     def over(self) -> None:
-        """It is about to be released."""
+        """It is released next."""
         self.phase, self.reached = Phase.IDLE, None
 
 
 class Forecast:
-    """The uses of the last step, which foretell those of this one.
+    """The uses of the last step, which predict those of this one.
 
-    uses: of this step, the units in order.
+    uses: the units that this step has used, in order.
     """
 
     def __init__(self) -> None:
         self.uses: list[int] = []
-        self._order: tuple[int, ...] = ()  # of those of the last step
-        self._position: Position = START  # how far in it this step is
-        self._resume: Position = START  # where a forward without gradients has interrupted a step
+        self._order: tuple[int, ...] = ()  # the uses of the last step
+        self._position: Position = START  # how far this step is in them
+        self._resume: Position = START  # where a forward without gradients interrupted the step
 
     @property
     def order(self) -> Sequence[int]:
@@ -92,7 +90,7 @@ class Forecast:
         return to_come(self._order, self._position)
 
     def used(self, index: int) -> None:
-        """A unit was used; in an evaluation, that is no part of a step."""
+        """A unit was used; a use in an evaluation is not part of a step."""
         self._position = advance(self._order, self._position, index)
         if torch.is_grad_enabled() or in_backward():
             self.uses.append(index)
@@ -107,11 +105,11 @@ class Forecast:
         self._position = self._resume
 
     def learn(self, order: Iterable[int]) -> None:
-        """Take the uses of another rank's step for those of the last one here."""
+        """Take the uses of another rank's last step as those of this rank's."""
         self._order = tuple(order)
 
     def end_step(self, learn: bool) -> None:
-        """A backward has ended; after one that raised there is nothing to `learn`."""
+        """A backward has ended; one that raised is nothing to `learn` from."""
         if learn and self.uses:
             self._order = tuple(self.uses)
         self.uses = []
@@ -119,11 +117,11 @@ class Forecast:
 
 
 class DiskPrefetcher:
-    """Reads shards that rest in files further ahead than parameters are gathered: into host memory, not the device's.
+    """Reads shards that rest in files further ahead than parameters are gathered, into host memory.
 
-    What has been asked for depends on the order of uses only, and so is alike on all ranks; whether there was a buffer
-    for it, or an update in its way, is not. A unit that was not asked for before is not gathered ahead: its gather
-    would wait for the whole of the drive.
+    What was asked for depends only on the order of uses, and so is the same on all ranks; whether a buffer was free,
+    or an update in the way, is not. A unit that was not asked for is not gathered ahead: its gather would wait for
+    the whole read from the drive.
     """
 
     def __init__(self, units: Sequence[Unit], limits: Limits) -> None:
@@ -134,11 +132,11 @@ class DiskPrefetcher:
         self._asked: dict[int, bool] = {}  # units that were asked for, and whether their read has begun
 
     def was_asked(self, unit: Unit) -> bool:
-        """Whether the shard is in memory anyway, or was asked for when another unit was used."""
+        """Whether the shard rests in memory, or was asked for when another unit was used."""
         return unit.index not in self._in_files or unit.index in self._asked
 
     def ask(self, coming: Sequence[int], there: Collection[int]) -> None:
-        """Begin to read what comes next; units that are `there` need not be read."""
+        """Begin to read what comes next; units that are `there` are not read."""
         wanted = read_ahead(coming, self._limits, self._in_files, there)
         self._asked = dict.fromkeys(wanted, False) | self._asked
         for index in wanted:
@@ -151,7 +149,7 @@ class DiskPrefetcher:
         self._asked.pop(unit.index, None)
 
     def cancel(self) -> None:
-        """Give back what was read and not used."""
+        """Drop what was read and not used."""
         asked, self._asked = self._asked, {}
         for index in sorted(index for index, begun in asked.items() if begun):
             self._units[index].shard.placement.shard_store.cancel_fetch()
@@ -160,8 +158,8 @@ class DiskPrefetcher:
 class ParamPrefetcher:
     """Follows the uses of units through a step and moves parameters ahead of them.
 
-    A use counts once from its gather to its release. The uses of the last step are the forecast for this
-    one: after each, units expected next are gathered too, so that they travel while one computes.
+    A use lasts from its gather to its release. The uses of the last step are the forecast of this one: after each
+    use the units expected next are gathered, so that they are sent while this one computes.
 
     backwards: how many backwards have ended: the number of the one that runs;
     forecast:  what is expected to be used next;
@@ -200,7 +198,7 @@ class ParamPrefetcher:
         return call
 
     def enter_method(self) -> Call:
-        """A method that is to find what it reads starts. Forwards that it calls are as they would be without it."""
+        """A method starts that finds what it reads. Forwards that it calls run as they would without it."""
         call = Call(())
         (self._calls or self._methods).append(call)
         return call
@@ -210,19 +208,19 @@ class ParamPrefetcher:
         """Whether a hooked module is in its forward, or a backward runs."""
         return bool(self._calls) or in_backward()
 
-    def leave(self, call: Call, output: Any = None) -> None:
-        """The module has finished its forward, or raised. What of its parameters it returned, its caller reads."""
+    def leave(self, call: Call, output: Iterable[torch.Tensor] = ()) -> None:
+        """The module has finished its forward, or raised. Parameters that it returned are read by its caller."""
         returned = self._units_in(output)
         self._close(call)
         self._hand_on(returned)
         if in_backward():
-            return  # what it recomputes it is about to read again; it is released when its gradient is there
+            return  # it reads what it recomputes again soon; its parameters are released when their gradients have come
         for unit in call.units:
             use = self._uses[unit.index]
             if use.depth == 0:
                 self._leave(use)
         if not torch.is_grad_enabled() and not self._calls:
-            # What was gathered ahead for a backward that will not come goes.
+            # Release what was gathered ahead for a backward that will not come.
             self.release_all()
             self.forecast.resume()
 
@@ -242,7 +240,7 @@ class ParamPrefetcher:
         fresh = [unit for unit in units if not self._uses[unit.index].live or unit.state is State.SHARDED]
         for unit in fresh:
             use = self._uses[unit.index]
-            unit.gather()  # may refuse, and has not been used then
+            unit.gather()  # may raise, and then the unit was not used
             use.phase, use.left = Phase.LIVE, None
             self._disk.gathered(unit)
             self.forecast.used(unit.index)
@@ -255,8 +253,8 @@ class ParamPrefetcher:
         """The backward has come to a module that reads these units."""
         task = backward_task()
         self._builds_graph = self._builds_graph or torch.is_grad_enabled()
-        # A gradient that goes round the module may come when the unit's own are there. Ranks on which some of those
-        # are missing still have the unit, and would not take part in another gather.
+        # A gradient that bypasses the module may come after the unit's own gradients. Ranks that lack some of those
+        # still have the unit, and would not take part in another gather.
         units = [unit for unit in units if self._uses[unit.index].left != task]
         for unit in units:
             use = self._uses[unit.index]
@@ -266,9 +264,9 @@ class ParamPrefetcher:
     def done(self, unit: Unit) -> None:
         """Backward will not read the unit's parameters any more."""
         task, use = backward_task(), self._uses[unit.index]
-        if unit.gradients is not None:  # the frozen ones may be read by another call of the same module
+        if unit.gradients is not None:  # a frozen unit may be read by another call of the same module
             use.left = task
-        # One inside another backward says nothing of what the outer one still reads.
+        # A backward inside another does not know what the outer one still reads.
         if use.reached in (None, task):
             self._drop(use)
 
@@ -344,8 +342,8 @@ class ParamPrefetcher:
         coming = self.forecast.coming
         chosen = fetched_ahead(coming, self._sizes, self._limits, used=in_use, kept=full, travelling=ahead)
         for unit in (self.units[index] for index in chosen):
-            # What is not read yet is left to a later moment. An update that runs is no reason to leave a unit: which
-            # one still does is not alike on all ranks, and what one rank begins to gather the others must, too.
+            # A shard that is still being read is left for later. A running update is no reason to skip a unit: which
+            # updates run differs between ranks, and what one rank starts to gather all must.
             if self._disk.was_asked(unit):
                 self._uses[unit.index].phase = Phase.PREFETCHED
                 ahead.add(unit.index)
@@ -353,11 +351,11 @@ class ParamPrefetcher:
                 unit.gather(deferred=not unit.mesh.shard.ordered)
         self._disk.ask(coming, in_use | full | ahead)
 
-    def _units_in(self, output: Any) -> list[Use]:
-        """The units whose memory tensors of `output` share, as a parameter or a view of one does."""
+    def _units_in(self, tensors: Iterable[torch.Tensor]) -> list[Use]:
+        """The units whose memory one of the tensors shares, such as a parameter or a view of one."""
         found: dict[int, Unit] = {}
         by_memory: dict[int | None, Unit] | None = None
-        for tensor in tensors_in(output):
+        for tensor in tensors:
             if isinstance(tensor, Released):
                 unit = owner_of(tensor).unit
                 if unit.ensure_gathered():  # returned without having been read
@@ -371,7 +369,7 @@ class ParamPrefetcher:
         return [self._uses[index] for index, unit in found.items() if unit.cut and self.units[index] is unit]
 
     def _hand_on(self, uses: Sequence[Use]) -> None:
-        """Keep these for the module that has called the one that returned them, or for the caller of the root."""
+        """Keep these for the module that called the one that returned them, or for the caller of the root."""
         if readers := self._calls or self._methods:
             for use in uses:
                 self._read(readers[-1], use.unit)
@@ -389,7 +387,7 @@ class ParamPrefetcher:
             self._returned.append((use, for_backward))
 
     def _end_returned(self, which: Callable[[bool], bool]) -> None:
-        """Give up what the root returned; what its caller still has a view of stays his."""
+        """Release what the root returned; memory of which the caller has a view stays with that view."""
         over = [use for use, for_backward in self._returned if which(for_backward)]
         self._returned = [(use, for_backward) for use, for_backward in self._returned if not which(for_backward)]
         for use in over:

@@ -1,4 +1,4 @@
-"""When gradients travel: each unit once per backward, in one order on all ranks, none left out."""
+"""When gradients are sent: each unit once per backward, in one order on all ranks, none left out."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from zero.plan.sharding import Sharding
 class Backward:
     """The backward that runs, from its first gradient to the end of its round.
 
-    tasks:      numbers of the backwards, inner ones too, of which autograd will tell the end;
+    tasks:      numbers of the backwards, inner ones too, whose end autograd will report;
     landed:     by unit, the parameters whose gradients came since it was last complete;
-    reduced:    how many units of the order have begun their reduction, the travelling ones among them;
-    loss_scale: what its loss was multiplied by, if it was told;
+    reduced:    how many units of the order have begun their reduction, those in flight included;
+    loss_scale: what its loss was multiplied by, if that is known;
     weight:     of its micro-batch.
     """
 
@@ -48,10 +48,10 @@ class Reducer:
     boundary: whether the backward that runs is the last of its accumulation window (set by the engine);
     leaf:     where the backward that runs, or comes next, stands in its optimizer step;
     loss_scale: gives the loss scale, which may have to be waited for (the optimizer's);
-    divisor:  what they are divided by before they travel, besides;
+    divisor:  what gradients are divided by, besides, before they are sent;
     rounds:   backward passes flushed so far;
-    pending:  one was flushed without a reduction; alike on all ranks, unlike what each got in it, but where each step
-              is one reduction whose ranks have run different numbers of backwards;
+    pending:  a backward was flushed without a reduction. The same on all ranks, even if their gradients are not, except
+              where a step is one reduction over ranks that ran different numbers of backwards;
     weights:  of the backwards of this step on this rank;
     on_begin, on_finish: called before anything else of a backward, and once all of its reductions have begun;
     on_last: called when the last backward of a step begins, before any gradient lands;
@@ -114,7 +114,7 @@ class Reducer:
         return self._backward
 
     def scaled(self, scale: float) -> None:
-        """The loss of the backward that runs was multiplied by `scale`; to be told before any gradient lands."""
+        """The loss of the backward that runs was multiplied by `scale`; call it before any gradient lands."""
         self.begin().loss_scale = scale
 
     def flush(self) -> None:
@@ -134,7 +134,7 @@ class Reducer:
         self._fire(self._backward)
 
     def end(self, force: bool = False, followed: bool = False) -> None:
-        """Reduce what is here; collective. Off the boundary gradients stay local where they may, unless `force`d.
+        """Reduce the gradients; collective. Before the boundary they stay local if the stage allows, unless `force`d.
 
         `followed`: of a backward that other ranks have run.
         """
@@ -170,20 +170,20 @@ class Reducer:
 
     @property
     def late(self) -> bool:
-        """Whether this rank, perhaps alone, has gradients that came when their unit was reduced already.
+        """Whether this rank, perhaps alone, has gradients that came after their unit was reduced.
 
-        A backward inside another brings such, on those ranks that used the unit in it.
+        A backward inside another causes that, on the ranks that used the unit in it.
         """
         return any(unit.gradients.flat is not None for unit in self._order)
 
     def settle(self) -> None:
-        """Reduce what earlier backward passes left on their rank, if they did; collective."""
+        """Reduce what earlier backwards left on their ranks, if anything; collective."""
         if self.pending:
             self.end(force=True)
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients wait for a step, reduced or not; alike on all ranks."""
+        """Whether gradients wait for a step, reduced or not; the same on all ranks."""
         return self.pending or any(unit.gradients.reduced for unit in self._order)
 
     def drop(self) -> None:

@@ -14,7 +14,6 @@ import torch
 from zero.core.master import Master
 from zero.core.param_buffer import ParamBuffer
 from zero.core.state import State
-from zero.core.tensors import different
 from zero.kernels.marks import Changes
 from zero.memory.pending_update import PendingUpdate
 from zero.memory.state_placement import StatePlacement
@@ -31,7 +30,7 @@ class Shard:
     placement: where values, master and gradient rest;
     pending:   the update of the last step, while it may run beside the training loop, or None. The loop sets it; the
                thread that has waited for it clears it, under the lock of the buffer;
-    changes:   what has changed of the values since the last question; None where it is not asked.
+    changes:   which values have changed since they were last asked for; None where nobody asks.
     """
 
     def __init__(self, window: Span, placement: StatePlacement, buffer: ParamBuffer, shared: bool) -> None:
@@ -44,7 +43,7 @@ class Shard:
         self.changes: Changes | None = None
         self._buffer = buffer
         self._shared = shared
-        self._filled: torch.cuda.Event | None = None  # after it the own part of the full buffer is there
+        self._filled: torch.cuda.Event | None = None  # after it this rank's part of the full buffer is filled
         self._copied: torch.cuda.Event | None = None  # after it what was published is in host memory
 
     def adopt(self, trained: bool, tensor: torch.Tensor | None) -> None:
@@ -71,7 +70,7 @@ class Shard:
         return self._buffer.full.narrow(0, *self.window)
 
     def fill(self) -> None:
-        """Start to copy the shard to its place in the full buffer, from wherever it rests, on the current stream."""
+        """Start to copy the shard, from wherever it rests, to its place in the full buffer, on the current stream."""
         placement = self.placement
         with self._span("copy", placement.shard_offloaded):
             with self._span("wait read", not placement.shard_store.resident):
@@ -101,7 +100,7 @@ class Shard:
                 self._buffer.look_released()
 
     def settle(self) -> None:
-        """Wait until no update of the shard runs any more; raises what it raised, and again each time."""
+        """Wait until no update of the shard runs; raises the error of a failed one, each time."""
         while (pending := self.pending) is not None:
             with self._span("wait update", self.updating):
                 wait_event(self._end_of(pending), self._buffer.full.device)
@@ -110,7 +109,7 @@ class Shard:
                     self.pending = None
 
     def settle_for(self, stream: SideStream) -> None:
-        """As `settle`, for what `stream` does from now on; the current one need not wait for that yet."""
+        """As `settle`, but only `stream` waits; the current stream does not have to yet."""
         if (pending := self.pending) is not None:
             stream.wait(self._end_of(pending))
 
@@ -123,7 +122,7 @@ class Shard:
         return pending.result()
 
     def abandon_update(self) -> None:
-        """No update runs any more; one that has failed will not be heard of again."""
+        """Wait until no update runs, and forget a failed one."""
         if self.pending is not None:
             self.pending.wait()
             if self.pending.error is None:
@@ -166,7 +165,7 @@ class Shard:
         self._copied = None
 
     def publish(self, start: int = 0, numel: int | None = None) -> None:
-        """Have the shard show what was written to the master, from element `start` on."""
+        """Round what was written to the master, from element `start` on, into the shard."""
         placement = self.placement
         if not placement.shard_copied:
             return
@@ -262,7 +261,7 @@ class Shard:
         """Have `values` in the shard; masters follow where these differ from `before` (the shard itself if None)."""
         part = self.values.narrow(0, fragment.at, fragment.numel)
         values = values.to(part.device)
-        changed = None if everywhere else different(values, part if before is None else before)
+        changed = None if everywhere else _different(values, part if before is None else before)
         if self._buffer.cut:
             part.copy_(values if before is None else torch.where(changed, values, part))
         self._follow(fragment, changed)
@@ -277,3 +276,9 @@ class Shard:
         self.master.follow(
             fragment.at, fragment.numel, None if where is None else where.to(self.placement.update_device)
         )
+
+
+def _different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where the bits of two tensors [n] of one dtype differ, bool [n]; a NaN is equal to itself."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    return one.contiguous().view(bits) != other.contiguous().view(bits)

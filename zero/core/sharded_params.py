@@ -1,9 +1,9 @@
 """Parameters of which this rank holds a shard: brought whole, waited for, and released again.
 
 Three verbs move them through the states of zero/core/state.py: `gather` starts to bring the full parameters, `wait`
-makes them readable, `release` gives their memory back. They are made of parts, each the only owner of its state:
+makes them readable, `release` frees their memory. They are made of parts, each the only owner of its state:
 `buffer` (the full parameters), `shard` (this rank's slice, its exact values, where they rest, the update that still
-runs) and `gathering` (how the full parameters come from other ranks). Here is the order in which the parts act.
+runs) and `gathering` (how the full parameters come from other ranks). This file has the order in which the parts act.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ShardedParams:
     mesh:       the ranks that share them, their own: units of one engine may have different ones;
     holds:      how many readers (`GatheredParameters`) keep them full for now;
     edited:     indices of the parameters that such readers will write back, one entry for each reader;
-    persistent: they stay full between uses although they are cut: only the optimizer's step takes the full copy away;
+    persistent: they stay full between uses although they are cut, until the optimizer's step outdates the full copy;
     on_read:    called when they are read while they are released; makes them full and returns True, or False.
     """
 
@@ -50,7 +50,7 @@ class ShardedParams:
         self.persistent = False
         self.on_read: Callable[[ShardedParams], bool] | None = None
         self._source = self.gathering  # of what is in the full buffer, or on its way there
-        self._transfer: Any = None  # has `wait`
+        self._transfer: Any = None  # in flight; has `wait`
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -73,11 +73,11 @@ class ShardedParams:
         return self.state is State.FULL and self.shard.pending is None
 
     def gather(self, deferred: bool = False, gathering: Gathering | None = None) -> None:
-        """Start to bring the full parameters; a no-op when they are there or on their way.
+        """Start to bring the full parameters; a no-op when they are there or in flight.
 
-        With `deferred`, an update that runs is not waited for. On this rank the gather then begins with the next call
-        after the update, or in `wait`, which every way out of it goes through: others may have begun it, and get
-        their part. `gathering`: how they come, where it begins now; None: as they always do.
+        With `deferred`, a running update is not waited for: on this rank the gather then begins with the next call
+        after the update, or in `wait`, which every path goes through, since other ranks may have begun theirs and
+        need this rank's part. `gathering`: the way they come if it begins now; None: the usual one.
         """
         if deferred and self.shard.updating:
             with self.buffer.lock:
@@ -90,9 +90,9 @@ class ShardedParams:
         self.send(gathering=gathering)
 
     def gather_exact(self) -> None:
-        """As `gather`, of the values themselves where all compute with what 8 bits say, until the release; collective.
+        """As `gather`, but of exact values where ranks compute with those of 8 bits, until the release; collective.
 
-        What was decoded is replaced, which is waited for.
+        Values that were decoded before are replaced, which is waited for.
         """
         exact = self.gathering.exact
         self.gather(gathering=exact)
@@ -105,7 +105,7 @@ class ShardedParams:
 
     @untransformed
     def send(self, after_update: bool = False, gathering: Gathering | None = None) -> None:
-        """Start the gather, unless the parameters are there or on their way, whatever still updates.
+        """Start the gather, unless the parameters are there or in flight, even if an update still runs.
 
         `after_update`: the caller is the update of this unit, which has published what it wrote.
         """
@@ -154,7 +154,7 @@ class ShardedParams:
             self.buffer.look_full()
 
     def release(self, keep_if_referenced: bool = True) -> None:
-        """Give the memory of the full parameters back, where parameters are cut; else they stay.
+        """Free the memory of the full parameters, where parameters are cut; else they stay.
 
         With `keep_if_referenced`, memory of which a view was taken since it was filled stays with that view, and the
         unit takes new memory next time. A graph's views do not count: they must find the parameters again where they
@@ -165,7 +165,7 @@ class ShardedParams:
             self._release(keep_if_referenced)
 
     def conceal(self) -> None:
-        """Keep the memory, but let the parameters look released, so that a read is noticed."""
+        """Keep the memory, but have the parameters look released, so that a read is noticed."""
         if self.cut and self.state is State.FULL and not (self.persistent or self.holds):
             self._keep_writes()
             with self.buffer.lock:
@@ -173,7 +173,7 @@ class ShardedParams:
                 self.buffer.move("conceal")
 
     def ensure_gathered(self) -> bool:
-        """Make the parameters readable for a read that comes now; False where that is not possible."""
+        """Make the parameters readable for an immediate read; False if that is not possible."""
         # For an update that runs, and what it sends; other ranks need do nothing for it.
         coming = self.persistent and (self.shard.pending is not None or self.state is State.GATHERING)
         if coming or (not self.cut and self.state is not State.AWAY):
@@ -181,7 +181,7 @@ class ShardedParams:
         return self.state is State.FULL or (self.on_read is not None and self.on_read(self))
 
     def absence(self) -> RuntimeError | None:
-        """Why values cannot be worked on now, or None: they were sent to host memory."""
+        """The error to raise where the values were sent to host memory; None where they are here."""
         if self.state is State.AWAY:
             return RuntimeError(f"the states of {self.buffer.name} are offloaded; call engine.reload_states() first")
         return None
@@ -241,7 +241,7 @@ class ShardedParams:
         if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):
             return
         with self.shard.placement.events.span("release", self.plan.name):
-            self.wait()  # messages on their way still write into the buffer
+            self.wait()  # messages in flight still write into the buffer
             self._keep_writes()
             with self.buffer.lock:
                 self.buffer.free(keep_if_referenced)

@@ -1,25 +1,5 @@
 """Where the parameters of a unit are, and which step may follow which: the only way from one state to another.
 
-    state      verb         next state
-    ---------  -----------  ----------
-    sharded    request      requested
-    sharded    gather       gathering
-    sharded    offload      away
-    requested  gather       gathering
-    gathering  wait         full
-    sharded    complete     full
-    requested  complete     full
-    gathering  complete     full
-    stale      complete     full
-    full       conceal      concealed
-    full       release      sharded
-    full       invalidate   stale
-    full       offload      away
-    concealed  reveal       full
-    stale      gather       gathering
-    away       reload       sharded
-    away       show         full
-
 Only units whose parameters are cut are ever sharded, requested or concealed, and only others stale.
 """
 
@@ -51,6 +31,7 @@ class State(enum.Enum):
     AWAY = "away"
 
 
+# (state, verb): the next state
 TRANSITIONS: Mapping[tuple[State, str], State] = {
     (State.SHARDED, "request"): State.REQUESTED,
     (State.SHARDED, "gather"): State.GATHERING,
@@ -70,13 +51,6 @@ TRANSITIONS: Mapping[tuple[State, str], State] = {
     (State.AWAY, "reload"): State.SHARDED,
     (State.AWAY, "show"): State.FULL,
 }
-
-
-def transition_table() -> str:
-    """The table of this file's docstring, as `TRANSITIONS` says it; a test compares the two."""
-    rows = [("state", "verb", "next state"), ("-" * 9, "-" * 11, "-" * 10)]
-    rows += [(before.value, verb, after.value) for (before, verb), after in TRANSITIONS.items()]
-    return "\n".join(f"    {before:<11}{verb:<13}{after}" for before, verb, after in rows)
 
 
 # Reading order, 2 of 7; next: zero/core/unit.py, what travels together, and the order in which its parts act.

@@ -69,15 +69,3 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
         else:
             object.__setattr__(copied, key, item)  # of a frozen one too
     return copied
-
-
-def resizable(storage: torch.UntypedStorage) -> bool:
-    """Whether its memory may be given back and come again: torch refuses where `numpy()` was called, and crashes
-    where `share_memory_()` or a queue has moved the storage into memory that processes share."""
-    return storage.resizable() and (storage.device.type != "cpu" or not storage.is_shared())
-
-
-def different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Where the bits of two tensors [n] of one dtype differ, bool [n]; a NaN is equal to itself."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
-    return one.contiguous().view(bits) != other.contiguous().view(bits)

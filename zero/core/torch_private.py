@@ -42,13 +42,13 @@ def tensors_of_storage(storage: torch.UntypedStorage) -> int:
 
 
 def storage_references(tensor: torch.Tensor) -> int:
-    """A number that grows by one with each tensor or variable that comes to hold the memory of this tensor."""
+    """How many tensors and variables hold this tensor's memory; only differences mean something."""
     storage = tensor.untyped_storage()
     return tensors_of_storage(storage) + sys.getrefcount(storage)
 
 
 def tensor_references(tensor: torch.Tensor) -> int:
-    """A number that grows by one when a graph comes to hold the tensor."""
+    """How many hold the tensor, graphs among them; only differences mean something."""
     return tensor._use_count()
 
 

@@ -1,7 +1,7 @@
 """A unit: parameters that are gathered, reduced and released together, and that an optimizer updates.
 
-To the verbs of zero/core/sharded_params.py it adds `invalidate`, which says that the optimizer is about to change the
-parameters, and `reduce`, which concerns the gradient and is legal in every state; and to their parts `gradients`.
+It adds two verbs to those of zero/core/sharded_params.py: `invalidate`, called before the optimizer changes the
+parameters, and `reduce`, which handles the gradient and is legal in every state. It adds one part, `gradients`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from zero.plan.units import UnitPlan
 class Unit(ShardedParams):
     """Parameters with one flat buffer, one shard, one gradient.
 
-    mean:      makes averages of the sums of its gradients over the ranks of `mesh` and the micro-batches of a step;
-    optimizer: gives the optimizer that updates it, or None; weak, because parameters outlive engines;
-    left_by:   the `ShardedModule` that it belongs to, once that was dropped without giving the parameters back.
+    mean:      the factor from the sum of its gradients, over the ranks of `mesh` and the micro-batches of a step, to
+               their average;
+    optimizer: returns the optimizer that updates it, or None; weak, because parameters outlive engines;
+    left_by:   the `ShardedModule` that owned it, if that was dropped without giving the parameters back.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Unit(ShardedParams):
         return self.mesh.counted_span(self.plan.layout)
 
     def counted(self, values: torch.Tensor) -> torch.Tensor:
-        """Those of the shard's values [n] that lie in the `span`; the other replicas count the others."""
+        """The part of the shard's values [n] that lies in `span`; the other replicas count the rest."""
         part = values.chunk(self.mesh.replica.size)[self.mesh.replica.rank]
         return part if self.mesh.counts else part[:0]
 
@@ -97,20 +98,20 @@ class Unit(ShardedParams):
     # -- the optimizer's step, and the parameters around it
 
     def publish(self, after_update: bool = False) -> None:
-        """The shard was updated: start to send it to those ranks that want it before its next use."""
+        """The shard was updated: start to send it to the ranks that need it before its next use."""
         if self.stays_full:
             self.send(after_update)
         elif not self.shard.placement.streamed:  # else with the gather, which waits for the stream of the update
             self.gathering.publish()
 
     def absence(self) -> RuntimeError | None:
-        """As of all sharded parameters; also while the state of the optimizer is in host memory."""
+        """See `ShardedParams.absence`; so too while the optimizer's state is in host memory."""
         if getattr(self.optimizer(), "away", False):
             return RuntimeError(f"the states of {self.buffer.name} are offloaded; call engine.reload_states() first")
         return super().absence()
 
     def wait_sent(self) -> None:
-        """Wait until the other ranks have what the last update sent them."""
+        """Wait until the other ranks have received what the last update sent."""
         self.shard.settle()
         if self.state is State.GATHERING and self.stays_full:
             self.wait()
@@ -118,8 +119,8 @@ class Unit(ShardedParams):
     def invalidate(self) -> None:
         """The shard is about to change: a full copy must be gathered again, and no reader may hold it.
 
-        Tells autograd too, so that a graph built before the change raises, as it does in plain torch. What the
-        user wrote into parameters until now is in the masters afterwards.
+        Autograd is told, so that a graph built before the change raises, as in plain torch. What the user has written
+        into parameters is taken into the masters first.
         """
         self.shard.settle()
         if self.cut:
@@ -134,7 +135,7 @@ class Unit(ShardedParams):
                 self.buffer.move("invalidate")
 
     def offload(self) -> None:
-        """Parameters and shard must not be read until `reload`; their storages may be given back between the two."""
+        """Parameters and shard must not be read until `reload`; their storages may be freed in between."""
         if self.holds:
             raise RuntimeError(f"unit '{self.plan.name}' is held open by GatheredParameters; leave that block first")
         self.shard.settle()
@@ -145,7 +146,7 @@ class Unit(ShardedParams):
             self.buffer.offload()
 
     def reload(self) -> None:
-        """The storages hold what they held at `offload`."""
+        """The storages hold the values of `offload` again."""
         with self.buffer.lock:
             self.buffer.reload()
 
@@ -155,7 +156,7 @@ class Unit(ShardedParams):
         self.gathering.changed()
 
     def reduce(self, leaf: Any = None) -> None:
-        """Start to turn the full gradient into its reduced shard, once an update has done with the last one."""
+        """Start to reduce the full gradient to its shard, after a running update has finished with the last one."""
         self.shard.settle()
         with self.shard.placement.events.span("reduce", self.plan.name):
             self.gradients.reduce(leaf)
@@ -163,7 +164,7 @@ class Unit(ShardedParams):
     def dissolve(self, alone: bool = False) -> None:
         """Give every parameter storage of its own again, with its current value, and forget the flat buffers.
 
-        `alone`: without the other ranks. Of cut parameters, what they hold is NaN then (0 where there is none).
+        `alone`: without the other ranks. What only they hold of cut parameters becomes NaN (0 in dtypes without one).
         """
         if alone:
             self._stand_alone()
@@ -177,7 +178,7 @@ class Unit(ShardedParams):
         self.shard.placement.close()
 
     def _stand_alone(self) -> None:
-        """Be readable with what is here; messages on their way are not waited for."""
+        """Become readable with what is on this rank; messages in flight are not waited for."""
         self._transfer = None
         with self.buffer.lock:
             if self.state in (State.SHARDED, State.REQUESTED):

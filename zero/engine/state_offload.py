@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero.core.param_buffer import resizable
 from zero.core.sharded_module import ShardedModule
 from zero.core.state import State
-from zero.core.tensors import resizable
 from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
 

@@ -107,8 +107,8 @@ class TrainingStep:
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model.
 
-        An exception, Ctrl-C among them, leaves the engine usable: the gradients of this step are dropped, and its
-        micro-batches are counted from the first again. So it is in `backward`.
+        An exception, Ctrl-C included, leaves the engine usable: the gradients of this step are dropped, and its
+        micro-batches are counted from the first again. The same holds for `backward`.
 
         With `sequence_parallel_size` all ranks that share a sequence call it with the whole one, labels included. The
         model runs on this rank's piece; a loss is the mean over the batch of all of them, and outputs are of the piece.
@@ -219,7 +219,7 @@ class TrainingStep:
         return scaled(loss, 1, reducer, weight if reducer.weights.needed else None)
 
     def _note(self, loss: torch.Tensor, weight: Weight, times: int, tokens: float | torch.Tensor | None) -> None:
-        """Let the record have a backward of `times` this loss."""
+        """Record a backward of `times` this loss."""
         config = self._accumulation.config
         share = weight.factor if config.counted else 1 / config.gradient_accumulation_steps
         if tokens is not None and self.sharing is not None and self.sharing.cuts:
@@ -335,7 +335,7 @@ class TrainingStep:
     def _conclude(
         self, reports: Mapping[int, RankReport], ended: Ended, scheduler: Any, lr_kwargs: dict[str, Any]
     ) -> None:
-        """It is known what came of the last step."""
+        """The outcome of the last step is known: report it."""
         status, skipped = self._status, self._optimizer.skipped
         status.step_applied = not skipped
         status.skipped_steps += skipped

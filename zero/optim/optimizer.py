@@ -43,9 +43,9 @@ class _Last(NamedTuple):
 class ZeroOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` over the model's own parameters that updates shards.
 
-    `param_groups` hold the module's parameters and the hyperparameters; change those at will, schedulers of
-    torch do. On a GPU whose kernels decide by themselves whether a step is skipped, `update` waits for nothing: the
-    host reads the outcome when it is asked for, or at the next step (`conclude`).
+    `param_groups` hold the module's parameters and the hyperparameters; change them freely, as torch's schedulers do.
+    On a GPU whose kernels decide by themselves whether a step is skipped, `update` waits for nothing: the host reads
+    the outcome when it is asked for, or at the next step (`conclude`).
 
     whole_step: the engine's `step()`, which `step()` here calls; set by the engine. client: the optimizer that the
     script passed, whose own `step()` raises as long as the engine exists.
@@ -81,7 +81,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def bind(self, sharded: ShardedModule, mean: float, counted: bool = False) -> None:
         """Attach the units. `mean` turns the sum over ranks and micro-batches into their average, unit by unit.
 
-        `counted`: that is still to be divided by what the micro-batches of a step count, over all ranks.
+        `counted`: it is still to be divided by what the micro-batches of a step count, over all ranks.
         """
         self._sharded, self._counted = sharded, counted
         for unit in sharded.trained:
@@ -281,7 +281,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         If a gradient is inf or NaN, the step is skipped, with `overflow` set and the parameter named (or its unit, if
         the host does not wait). The gradients are consumed either way. `report`, this rank's for `after_step`, is sent
         with the norm. `unwanted` decides from all reports and `grad_norm` whether to skip the step too, alike on all
-        ranks; the host waits for it. `more`: the mean is so many times larger, as the step has fewer micro-batches.
+        ranks; the host waits for it. `more`: the mean is larger by it, as the step has fewer micro-batches.
         Raises RuntimeError, on all ranks, if a dynamic loss scale cannot be halved any more;
         HeldOpen, on all ranks and with the gradients kept, while GatheredParameters holds parameters that are cut.
         """

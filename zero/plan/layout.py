@@ -86,9 +86,9 @@ class Layout:
 def make_layout(numels: Mapping[str, int], world_size: int, alignment: int = ALIGNMENT) -> Layout:
     """Place parameters one after the other, each on an aligned start, and pad the end.
 
-    `numels` maps name -> elements, in the order of the buffer. The total divides by `world_size` x `alignment`
-    (elements, a multiple of ALIGNMENT), so that every shard starts aligned too, and is never 0, so that each rank has
-    something to send.
+    `numels` maps name -> elements, in the order of the buffer. The total is a multiple of `world_size` x
+    `alignment` (elements, a multiple of ALIGNMENT), so that every shard starts aligned too. It is never 0, so that each
+    rank has something to send.
     """
     spans, end = {}, 0
     for name, numel in numels.items():
