@@ -15,21 +15,21 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 45058,
+    "tests": 45057,
     "zero/*.py": 1094,
     "zero/as_deepspeed": 1355,
     "zero/checkpoint": 2687,
-    "zero/compat": 1200,
+    "zero/compat": 1198,
     "zero/config": 2193,
-    "zero/core": 7087,
-    "zero/data": 1076,
+    "zero/core": 7059,
+    "zero/data": 1075,
     "zero/engine": 6774,
     "zero/examples": 99,
     "zero/kernels": 2017,
-    "zero/launch": 4230,
+    "zero/launch": 4229,
     "zero/memory": 1525,
     "zero/monitor": 1188,
-    "zero/optim": 2710,
+    "zero/optim": 2705,
     "zero/parallel": 1238,
     "zero/plan": 1680,
     "zero/recompute": 1245,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1391,
 }
-SUM = 98333
+SUM = 98297
 
 
 def parts() -> dict[str, int]:
