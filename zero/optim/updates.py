@@ -63,8 +63,11 @@ class UnitUpdater:
         self._next: list[Unit] = []  # units whose state is needed soon, in order
         self._submitted: list[Unit] = []  # in the last step
         self.threaded = any(unit.shard.placement.state_offloaded and not unit.shard.placement.queued for unit in units)
+        # They send beside the loop, perhaps when the program has destroyed the groups, which are to live for that.
+        axes = [axis for unit in units if self.threaded for axis in (unit.mesh.shard, unit.mesh.across)]
+        self._groups = [axis.group for axis in axes if axis is not None]
         if self.threaded:
-            send_before_exit(units)
+            send_before_exit(units, self._groups)
         if any(unit.shard.placement.state_offloaded for unit in units):
             for unit in units:
                 optimizer.begin(unit, groups[unit.plan.group])
@@ -116,6 +119,7 @@ class UnitUpdater:
     def close(self) -> None:
         """Wait until all updates have run, whether they failed or not."""
         self._worker.shutdown(wait=True)
+        self._groups.clear()
 
     def _submit(self, updates: Sequence[Update]) -> None:
         """Run these updates beside the loop; each unit waits for its own."""
@@ -199,10 +203,11 @@ def copy_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return copy.deepcopy({key: value for key, value in values.items() if key not in tensors}) | tensors
 
 
-def send_before_exit(units: Sequence[Unit]) -> None:
+def send_before_exit(units: Sequence[Unit], groups: list[Any]) -> None:
     """Before this process exits normally, deliver its last parameters to the ranks that may still read them.
 
-    The messages of an exited process are lost. A process that dies of an exception does not wait for others.
+    The messages of an exited process are lost. A process that dies of an exception does not wait for others. The
+    process groups may go then: `groups` is emptied.
     """
     refs = [weakref.ref(unit) for unit in units]
     owner = os.getpid()
@@ -214,7 +219,8 @@ def send_before_exit(units: Sequence[Unit]) -> None:
             try:
                 unit.wait_sent()
             except RuntimeError:
-                return  # other ranks are gone, or the update has failed: no rank waits for us
+                break  # other ranks are gone, or the update has failed: no rank waits for us
+        groups.clear()
 
     atexit.register(send)
     weakref.finalize(units[0], atexit.unregister, send).atexit = False
