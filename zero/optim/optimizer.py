@@ -281,7 +281,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         If a gradient is inf or NaN, the step is skipped, with `overflow` set and the parameter named (or its unit, if
         the host does not wait). The gradients are consumed either way. `report`, this rank's for `after_step`, is sent
         with the norm. `unwanted` decides from all reports and `grad_norm` whether to skip the step too, alike on all
-        ranks; the host waits for it. `more`: the mean is larger by it, as the step has fewer micro-batches.
+        ranks; the host waits for it. `more`: the mean is so many times larger, as the step has fewer micro-batches.
         Raises RuntimeError, on all ranks, if a dynamic loss scale cannot be halved any more;
         HeldOpen, on all ranks and with the gradients kept, while GatheredParameters holds parameters that are cut.
         """
