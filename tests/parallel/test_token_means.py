@@ -1,0 +1,204 @@
+"""The promise: a mean over tokens is one process's where the graph of a loss crosses ranks, whatever each rank counts.
+
+What lands on a rank then holds parts of other ranks' losses, each of which has the weight of its own rank. The oracle
+is plain torch in one process in fp64: the sum of all losses over the number of all counted tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from closeness import error
+from marks import each_once, longer
+from torch import nn
+from torch.distributed.nn.functional import all_gather
+from torch.nn import functional as F
+
+import zero
+from zero.utils import cut_sequence, safe_get_full_grad
+
+LENGTH, WORDS, WIDTH, MICRO_BATCHES = 32, 17, 16, 2
+PLACES = torch.arange(LENGTH)
+COUNTED = {  # per micro-batch
+    "prompt": [PLACES >= 12, PLACES >= 12],
+    "nearly even": [PLACES >= 0, PLACES >= 3],
+    "none on a rank": [PLACES >= 26, PLACES >= 26],
+    "none in a micro-batch": [PLACES >= LENGTH, PLACES >= 20],
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.place = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) + self.place(position_ids)
+        for layer in self.layers:
+            q, k, v = layer(x).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+            x = x + zero.attention(q, k, v, position_ids=position_ids).transpose(1, 2).flatten(2)
+        return self.head(x)
+
+
+def batch(number: int, counted: str) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(number))
+    return ids, ids.where(COUNTED[counted][number], -100)
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor, form: str) -> torch.Tensor:
+    """A mean, a sum, or a mean by a division that makes NaN of nothing, forward and backward."""
+    reduction = {"mean": "mean", "sum": "sum", "divided": "none"}[form]
+    found = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+    mask = (labels.flatten() != -100).to(found.dtype)
+    return (found * mask).sum() / mask.sum() if form == "divided" else found
+
+
+def grads_in_one_process(counted: str, dtype: torch.dtype, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    model, count = Model().to(dtype), 0
+    for number in range(MICRO_BATCHES):
+        ids, labels = batch(number, counted)
+        labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+        logits = model(ids, PLACES[None].expand_as(ids))
+        (loss_of(logits.to(torch.float64), labels, "sum") * scale).backward()
+        count += int((labels != -100).sum())
+    return {name: param.grad.double() / (count * scale) for name, param in model.named_parameters()}
+
+
+def shared(mode: str, stage: int, counted: str, form: str, way: str, more: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Gradients of one step on ranks that share each sequence, of a loss outside of the model."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "sequence_parallel_size": dist.get_world_size(),
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero": {"mean": "tokens", "context": {"mode": mode}},
+        **more,
+    }
+    engine, *_ = zero.initialize(model=Model(), config=config)
+    for number in range(MICRO_BATCHES):
+        ids, labels = batch(number, counted)
+        logits = engine(input_ids=ids, position_ids=PLACES[None].expand_as(ids))
+        labels = cut_sequence(engine, labels, shift=True)
+        loss, told = loss_of(logits.float(), labels, form), int((labels != -100).sum())
+        said = {"tokens": told, "reduction": "sum" if form == "sum" else "mean"}
+        if way == "scale":
+            engine.scale(loss, **said).backward()
+        else:
+            engine.backward(loss, **said)
+        if number + 1 < MICRO_BATCHES:
+            engine.step()
+    found = {name: safe_get_full_grad(param) for name, param in engine.module.named_parameters()}
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+    return found
+
+
+MODES, FORMS, WAYS = ["ring", "ulysses"], ["mean", "divided", "sum"], ["backward", "scale"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("counted", "mode", "stage", "form", "way"),
+    [
+        *each_once(list(COUNTED), MODES, range(4), FORMS, WAYS),
+        *longer(*((c, m, s, f, WAYS[s % 2]) for c in COUNTED for m in MODES for s in range(4) for f in FORMS)),
+    ],
+    ids=str,
+)
+def test_a_loss_outside_of_a_model_that_shares_sequences(
+    counted: str, mode: str, stage: int, form: str, way: str
+) -> None:
+    exact = grads_in_one_process(counted, torch.float64)
+    assert error(shared(mode, stage, counted, form, way, {}), exact) < 1e-6
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.long
+@pytest.mark.parametrize("counted", COUNTED)
+@pytest.mark.parametrize("mode", MODES)
+def test_four_pieces_of_a_sequence(mode: str, counted: str) -> None:
+    model = {"ulysses": 2, "ring": 4}[mode]  # two heads: pairs of ranks share a sequence, and both pairs have the same
+    found = shared(mode, 3, counted, "divided", "backward", {"sequence_parallel_size": model})
+    assert error(found, grads_in_one_process(counted, torch.float64)) < 1e-6
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("counted", "mode", "stage", "scale"),
+    [
+        ("prompt", "ring", 2, 0),
+        *longer(*((c, m, s, f) for c in COUNTED for m in MODES for s, f in ((0, 0), (3, 64)))),
+    ],
+)
+def test_fp16_keeps_its_range_and_its_precision(counted: str, mode: str, stage: int, scale: float) -> None:
+    exact = grads_in_one_process(counted, torch.float64)
+    plain = grads_in_one_process(counted, torch.float16, 64.0 / 16)
+    section = {"enabled": True, "loss_scale": scale, "initial_scale_power": 12}
+    found = shared(mode, stage, counted, "mean", "backward", {"fp16": section})
+    assert error(found, exact) <= 2 * error(plain, exact)
+
+
+def contrastive(embeds: torch.Tensor, keys: torch.Tensor, first: int, counted: torch.Tensor) -> torch.Tensor:
+    """Each row of `embeds` is to find its own key; those that count are summed."""
+    own = first + torch.arange(len(embeds))
+    return F.cross_entropy(embeds @ keys.T, own.where(counted, -100), reduction="sum")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3, *longer(1, 2)])
+@pytest.mark.parametrize("counts", [[1, 7], [0, 8], *longer([8, 8], [3, 0])], ids=str)
+def test_keys_that_are_gathered_from_all_ranks(counts: list[int], stage: int) -> None:
+    """Without shared sequences: a contrastive loss sends gradients to the keys of other ranks."""
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    rows = torch.randn(16, 12, generator=torch.Generator().manual_seed(1))
+    counted = torch.cat([torch.arange(8) < count for count in counts])
+    plain = net().double()
+    embeds = plain(rows.double())
+    (contrastive(embeds, embeds, 0, counted) / sum(counts)).backward()
+    exact = {name: param.grad for name, param in plain.named_parameters()}
+
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero": {"mean": "tokens"},
+    }
+    engine, *_ = zero.initialize(model=net(), config=config)
+    first = 8 * dist.get_rank()
+    mine = slice(first, first + 8)
+    embeds = engine(rows[mine])
+    total = contrastive(embeds, torch.cat(all_gather(embeds)), first, counted[mine])
+    engine.backward(total / counted[mine].sum(), tokens=counted[mine].sum())  # NaN where nothing counts
+    assert error({name: safe_get_full_grad(param) for name, param in engine.module.named_parameters()}, exact) < 1e-6
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_nan_of_another_loss_is_not_hidden() -> None:
+    """Of two losses of one graph one counts nothing; the other is not finite, and the step is skipped."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero": {"mean": "tokens"},
+    }
+    engine, *_ = zero.initialize(model=nn.Linear(4, 4), config=config)
+    output = engine(torch.ones(1, 4))
+    engine.backward((output * 0).sum() / torch.zeros(()), retain_graph=True, tokens=0)
+    engine.step()
+    engine.backward(output.sum() * (torch.nan if dist.get_rank() else 1.0), tokens=3)
+    engine.step()
+    assert not engine.was_step_applied()
+    engine.destroy()
