@@ -120,7 +120,7 @@ def graphs(file: File) -> Iterator[str]:
 
 
 def means(file: File) -> Iterator[str]:
-    """Rules about a mean over tokens: a gradient is multiplied by their number before it travels and adds up."""
+    """Rules about a mean over tokens: a loss is multiplied by their number before its gradient travels and adds up."""
     dtypes = {
         "communication_data_type": file.communication_data_type,
         "data_types.grad_accum_dtype": file.data_types.grad_accum_dtype,

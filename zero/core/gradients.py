@@ -159,12 +159,6 @@ class Gradients:
         if self.complete:
             self._pack()
 
-    def skip(self, index: int) -> None:
-        """Parameter `index`'s gradient has come, and counts as nothing."""
-        self._arrived.add(index)
-        if self.complete:
-            self._pack()
-
     def local(self, index: int) -> torch.Tensor:
         """Parameter `index`'s part of `flat` as fp32 [numel]: what was not reduced yet; zeros where nothing came."""
         span, _ = self._spans[index]

@@ -1,8 +1,18 @@
-"""What the micro-batches of the running step weigh in its mean."""
+"""What the micro-batches of the running step weigh in its mean.
+
+The weight multiplies the loss, not the gradients that land on a rank: where the graph of a loss crosses ranks, as with
+shared sequences or gathered keys, these are parts of several ranks' losses, each of which has its own weight.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+
+from zero.core.torch_private import after_backward
 
 NO_TOKENS = (
     'a backward without tokens, and the JSON says "zero": {"mean": "tokens"}: call engine.backward(loss, tokens=n) or '
@@ -12,7 +22,7 @@ NO_TOKENS = (
 
 
 class Weight(NamedTuple):
-    """Of a micro-batch: the factor of its gradients, and what it adds to the divisor of the mean."""
+    """Of a micro-batch: the factor of its loss, and what it adds to the divisor of the mean."""
 
     factor: float = 1.0
     count: float = 1.0
@@ -21,28 +31,43 @@ class Weight(NamedTuple):
 ONE = Weight()
 
 
+@dataclass
 class Weights:
     """Those of the backwards of one engine.
 
-    needed: a backward whose weight was not said is an error; counts: of each backward since the last step.
+    needed: a backward whose loss brings no count is an error; counts: of each backward since the last step.
     """
 
-    def __init__(self) -> None:
-        self.needed = False
-        self.counts: list[float] = []
-        self._next: Weight | None = None
+    needed: bool = False
+    counts: list[float] = field(default_factory=list)
 
-    def say(self, weight: Weight) -> None:
-        """Of the backward that comes next."""
-        self._next = weight
 
-    def take(self) -> Weight:
-        """Of the backward that begins. Raises RuntimeError where that had to be said, and was not."""
-        weight, self._next = self._next, None
-        if weight is None and self.needed:
-            raise RuntimeError(NO_TOKENS)
-        return weight or ONE
+def weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
+    """The loss times `factor`, in fp32 at least, since fp16 ends at 65504.
 
-    def forget(self) -> None:
-        """The gradients are gone."""
-        self.counts, self._next = [], None
+    A factor of 0 makes zeros of the gradients that the loss sends, whatever a mean over nothing is. All of its graph
+    runs nevertheless, for what other ranks' losses send through it where it crosses ranks; no node may make a NaN of a
+    zero then, as the division by a count of 0 does.
+    """
+    wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+    if factor:
+        return wide * factor
+    finite = wide.nan_to_num()
+
+    def begins(grad: torch.Tensor) -> None:
+        handles, seen, nodes = [], set(), [wide.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen or hasattr(node, "variable"):  # a leaf's node outlives the graph
+                continue
+            seen.add(node)
+            handles.append(node.register_hook(_without_nan))
+            nodes += [before for before, _ in node.next_functions]
+        after_backward(lambda: [handle.remove() for handle in handles])
+
+    finite.register_hook(begins)
+    return finite * factor
+
+
+def _without_nan(sent: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torch.Tensor | None, ...]:
+    return tuple(grad if grad is None else grad.nan_to_num(nan=0.0, posinf=inf, neginf=-inf) for grad in sent)

@@ -32,8 +32,7 @@ class MixedPrecisionPolicy(NamedTuple):
     communicate: what gradients are rounded to before they travel; None leaves them as they are;
     buffers:     the dtype of the module's floating-point buffers; None leaves each as it is;
     tree:        gradients are added in an order that does not depend on the number of ranks;
-    quantized:   they travel in 8 bits;
-    weighed:     they are multiplied by the weight of their micro-batch, which may leave the range of fp16.
+    quantized:   they travel in 8 bits.
     """
 
     compute_dtype: str
@@ -44,7 +43,6 @@ class MixedPrecisionPolicy(NamedTuple):
     buffers: str | None = None
     tree: bool = False
     quantized: bool = False
-    weighed: bool = False
 
     def gradient_dtypes(self, dtype: str, sharding: Sharding) -> GradientDtypes:
         """The dtypes of the gradient of a unit whose parameters are of `dtype`.
@@ -53,7 +51,6 @@ class MixedPrecisionPolicy(NamedTuple):
         the dtype in which they `accumulate`.
         """
         local = dtype if sharding.grads or self.accumulation == 1 else self.accumulate
-        local = "fp32" if self.weighed and local == "fp16" else local
         travel = None if self.communicate is None else DTYPES[self.communicate]
         return GradientDtypes(DTYPES[local], DTYPES[self.accumulate], travel)
 
@@ -62,5 +59,5 @@ class MixedPrecisionPolicy(NamedTuple):
         sent = DTYPES[self.compute_dtype]
         native = world.native and all(sent.itemsize > shard.summed_here for shard in shards) and not self.quantized
         alone = world.size == 1 or native
-        rounded = self.accumulation == 1 and alone and not self.tree and self.communicate is None and not self.weighed
+        rounded = self.accumulation == 1 and alone and not self.tree and self.communicate is None
         return resting_dtype(self.compute_dtype, self.accumulate, rounded)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.core.finite import FirstNotFinite
-from zero.core.micro_batches import ONE, Weight, Weights
+from zero.core.micro_batches import NO_TOKENS, Weights
 from zero.core.prefetcher import ParamPrefetcher
 from zero.core.torch_private import after_backward, backward_node, backward_task, take_off, untransformed
 from zero.core.tree import Leaf
@@ -28,14 +28,14 @@ class Backward:
     landed:     by unit, the parameters whose gradients came since it was last complete;
     reduced:    how many units of the order have begun their reduction, those in flight included;
     loss_scale: what its loss was multiplied by, if that is known;
-    weight:     of its micro-batch.
+    count:      of its micro-batch in the mean, where its losses brought one.
     """
 
     tasks: set[int] = field(default_factory=set)
     landed: dict[int, set[int]] = field(default_factory=dict)
     reduced: int = 0
     loss_scale: float | None = None
-    weight: Weight = ONE
+    count: float | None = None
 
 
 class Reducer:
@@ -99,14 +99,22 @@ class Reducer:
         return self._backward is not None
 
     @untransformed
-    def begin(self) -> Backward:
-        """Note that a backward runs, and ask autograd to tell when it has ended."""
+    def begin(self, count: float | None = None) -> Backward:
+        """Note that a backward runs, and ask autograd to tell when it has ended.
+
+        `count`: of its micro-batch in the mean, which one of its losses brings; those of several add up. RuntimeError
+        where the first to begin it must have one, and has none.
+        """
         if self._backward is None:
+            if count is None and self.weights.needed:
+                raise RuntimeError(NO_TOKENS)
             self.on_begin()
-            self._backward = Backward(weight=self.weights.take())
+            self._backward = Backward()
             self.finite.begin()
             if self.boundary:
                 self.on_last()
+        if count is not None:
+            self._backward.count = (self._backward.count or 0.0) + count
         task = backward_task()
         if task not in self._backward.tasks:
             self._backward.tasks.add(task)
@@ -117,13 +125,17 @@ class Reducer:
         """The loss of the backward that runs was multiplied by `scale`; call it before any gradient lands."""
         self.begin().loss_scale = scale
 
+    def counted(self, count: float) -> None:
+        """A loss of the backward that runs brings its `count` to the mean; call it before any gradient lands."""
+        self.begin(count)
+
     def flush(self) -> None:
         """End a backward: fire what has not fired, in order, and wait until all sums are there."""
         if self._backward is None:
             self.on_begin()
-            self._backward = Backward(weight=self.weights.take())
+            self._backward = Backward()
             self.finite.begin()  # it reached none of our parameters, and counts all the same
-        self.weights.counts.append(self._backward.weight.count)
+        self.weights.counts.append(1.0 if self._backward.count is None else self._backward.count)
         self.end()
 
     def follow(self) -> None:
@@ -192,7 +204,7 @@ class Reducer:
             unit.gradients.drop()
         self.finite.clear()
         self.pending = False
-        self.weights.forget()
+        self.weights.counts = []
 
     def abandon(self) -> None:
         """After an exception: forget the gradients, with what was rounded away, and the backward that brought them."""
@@ -258,10 +270,7 @@ class Reducer:
                 "gradients must be dense (nn.Embedding: sparse=False)"
             )
         backward = self.begin()
-        if backward.weight.factor:
-            unit.gradients.take(index, grad, self._landing_factor(backward))
-        else:
-            unit.gradients.skip(index)  # whatever a mean over nothing is, NaN perhaps
+        unit.gradients.take(index, grad, self._landing_factor(backward))
         landed = backward.landed.setdefault(unit.index, set())
         landed.add(index)
         if len(landed) == len(unit.params):
@@ -282,7 +291,7 @@ class Reducer:
                     "use engine.backward(loss) or engine.scale(loss).backward()",
                     scale,
                 )
-        return scale / ((backward.loss_scale or 1.0) * self.divisor) * backward.weight.factor
+        return scale / ((backward.loss_scale or 1.0) * self.divisor)
 
     def _fire(self, backward: Backward) -> None:
         """Send the next unit's gradient, then go on with those before it, which have had a unit's time to arrive."""

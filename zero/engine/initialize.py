@@ -224,7 +224,6 @@ def _wrap(
         buffers=settings.data_types.buffer_dtype,
         tree=settings.zero.reduce == "tree",
         quantized=settings.zero_optimization.zero_quantized_gradients,
-        weighed=settings.zero.mean == "tokens",
     )
     params = [group["params"] for group in groups]
     section = settings.zero_optimization

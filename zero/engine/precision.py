@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zero.config import Config
-from zero.core.micro_batches import Weight
+from zero.core.micro_batches import Weight, weighted
 from zero.core.mixed_precision import DTYPES
 from zero.core.reducer import Reducer
 from zero.core.tensors import map_leaves
@@ -80,8 +80,8 @@ def make_loss_scaler(config: Config) -> LossScaler:
     """The loss scale that the section `fp16` describes; 1 for ever where nothing runs in fp16."""
     if not config.scales_loss:
         return LossScaler()
-    fixed = config.fp16.loss_scale
-    return LossScaler(fixed) if fixed > 0 else LossScaler(rule=config.fp16)
+    fixed, weighs = config.fp16.loss_scale, config.zero.mean == "tokens"
+    return LossScaler(fixed, weighs=weighs) if fixed > 0 else LossScaler(rule=config.fp16, weighs=weighs)
 
 
 def check_loss(caller: str, loss: Any) -> None:
@@ -99,21 +99,20 @@ def check_loss(caller: str, loss: Any) -> None:
     raise ValueError(f"{caller} wants the loss, a scalar tensor with a graph; got {what}")
 
 
-def scaled(loss: torch.Tensor, factor: int, reducer: Reducer, weight: Weight | None = None) -> torch.Tensor:
-    """The loss times `factor` and the loss scale; its backward tells the reducer of the scale, and of the `weight`.
+def scaled(loss: torch.Tensor, factor: float, reducer: Reducer, weight: Weight | None = None) -> torch.Tensor:
+    """The loss times `factor`, its `weight` and the loss scale; its backward tells the reducer of scale and count.
 
-    The product is taken in fp32, since fp16 ends at 65504. An engine knows only of the scale that it gave itself: for a
-    loss through several engines in fp16 call `loss.backward()`, so that each scales its own gradients.
+    An engine knows only of the scale that it gave itself: for a loss through several engines in fp16 call
+    `loss.backward()`, so that each scales its own gradients.
     """
     scale = reducer.scale
     product = loss
-    if scale != 1.0:
-        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
-        product = wide * (scale * factor)
+    if scale != 1.0 or weight is not None:
+        product = weighted(loss, scale * factor * (1.0 if weight is None else weight.factor))
     elif factor != 1:
         product = loss * factor
     if weight is not None:
-        product.register_hook(lambda grad: reducer.weights.say(weight))
+        product.register_hook(lambda grad: reducer.counted(weight.count))
     if scale == 1.0:
         return product
     product._zero_scaled = True

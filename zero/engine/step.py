@@ -191,19 +191,18 @@ class TrainingStep:
         reducer = self._sharded.reducer
         rounds = reducer.rounds
         weight = self._weighing.weight(tokens, reduction, not scale_wrt_gas and bool(reducer.weights.counts))
-        scale_wrt_gas = scale_wrt_gas or self._weighing.items is not None
-        reducer.weights.say(weight)
+        times = 1 if scale_wrt_gas or self._weighing.items is not None else steps
         try:
             with self._sharded.world.watchdog.call(Phase.BACKWARD), self.progress.phase("backward"):
-                scaled(loss, 1 if scale_wrt_gas else steps, reducer).backward(retain_graph=retain_graph)
+                self._scaled(loss, times, weight).backward(retain_graph=retain_graph)
                 if reducer.rounds == rounds:
                     # No parameter of ours was in the graph here; other ranks may have some and wait for us.
                     reducer.flush()
         except BaseException:
             self._abandon()
             raise
-        self._note(loss, weight, 1 if scale_wrt_gas else steps, tokens)
-        return loss.detach() / steps if scale_wrt_gas and not self._accumulation.config.counted else loss.detach()
+        self._note(loss, weight, times, tokens)
+        return loss.detach() / steps if times == 1 and not self._accumulation.config.counted else loss.detach()
 
     def scale(
         self, loss: torch.Tensor, *, tokens: float | torch.Tensor | None = None, reduction: str = "mean"
@@ -214,9 +213,16 @@ class TrainingStep:
         """
         self._status.check()
         check_loss("scale()", loss)
-        weight, reducer = self._weighing.weight(tokens, reduction, False), self._sharded.reducer
+        weight = self._weighing.weight(tokens, reduction, False)
         self._note(loss, weight, 1, tokens)
-        return scaled(loss, 1, reducer, weight if reducer.weights.needed else None)
+        return self._scaled(loss, 1, weight)
+
+    def _scaled(self, loss: torch.Tensor, times: int, weight: Weight) -> torch.Tensor:
+        """What the backward of a micro-batch begins with: see `scaled`."""
+        reducer = self._sharded.reducer
+        if not reducer.weights.needed:
+            return scaled(loss, times, reducer)
+        return scaled(loss, times, reducer, weight._replace(factor=weight.factor / self._optimizer.weight_unit))
 
     def _note(self, loss: torch.Tensor, weight: Weight, times: int, tokens: float | torch.Tensor | None) -> None:
         """Record a backward of `times` this loss."""

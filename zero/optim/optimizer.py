@@ -166,14 +166,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
     cur_scale = loss_scale  # DeepSpeed's other name
 
     @property
+    def weight_unit(self) -> float:
+        """What the weights of the next losses are divided by; see `LossScaler.weigh`."""
+        if self.loss_scaler.unit is not None:
+            self.conclude()
+        return self.loss_scaler.unit or 1.0
+
+    @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale is dynamic."""
         return self.loss_scaler.dynamic
 
-    @property
-    def _global_grad_norm(self) -> float | None:
-        """DeepSpeed's name of `grad_norm`."""
-        return self.grad_norm
+    _global_grad_norm = grad_norm  # DeepSpeed's name
 
     def override_loss_scale(self, loss_scale: float) -> None:
         """Use this loss scale from now on, dynamic or not; all ranks must call it.
@@ -366,7 +370,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _unscaled(self, mean: float) -> float:
         reducer = self._sharded.reducer
-        return mean * reducer.divisor / reducer.scale
+        return mean * reducer.divisor / reducer.scale * self.weight_unit
 
     def _outcome(self, report: RankReport, more: float) -> Outcome:
         sharded = self._sharded
@@ -386,6 +390,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _take(self, numbers: Numbers) -> None:
         overflow = self._check_overflow and not math.isfinite(numbers.norm)
         self._last = _Last(numbers.norm, overflow, overflow, numbers.reports)
+        known = numbers.reports.values()
+        self.loss_scaler.weigh(sum(each.count for each in known), sum(each.backwards for each in known))
 
     def _end(self, outcome: Outcome, unwanted: Callable[[Mapping[int, RankReport]], bool] | None) -> None:
         """End a step whose outcome the host knows before it updates anything."""

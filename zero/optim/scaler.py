@@ -21,19 +21,31 @@ from zero.config.sections import Fp16
 # Beyond this scaling helps no gradient that fp16 can hold, and mean / scale would leave the normal range of fp32.
 LARGEST = 2.0**64
 
+TOKENS = 1024.0  # of a micro-batch, before a step has told
+
 AT_MINIMUM = "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
 
 
 class LossScaler:
     """The loss scale: `LossScaler(128.0)` is fixed, `LossScaler(rule=Fp16())` follows the section of the JSON."""
 
-    def __init__(self, scale: float = 1.0, rule: Fp16 | None = None) -> None:
+    def __init__(self, scale: float = 1.0, rule: Fp16 | None = None, weighs: bool = False) -> None:
+        """`weighs`: losses are multiplied by the tokens of their micro-batches."""
         self.rule = rule
         self._scale = 2.0**rule.initial_scale_power if rule else float(scale)
         self._hysteresis = rule.hysteresis if rule else 1
         self._iteration = 0
         self._last_overflow = -1
         self._forced: float | None = None
+        self.unit = TOKENS if weighs else None
+
+    def weigh(self, count: float, micro_batches: float) -> None:
+        """Divide the weights of the next step's losses by what a micro-batch of the last one counted, on all ranks.
+
+        So fp16 holds what it holds without weights. `unit` is a power of two, by which no number is rounded.
+        """
+        if self.unit is not None and count:
+            self.unit = 2.0 ** round(math.log2(count / micro_batches))
 
     @property
     def loss_scale(self) -> float:
@@ -90,6 +102,7 @@ class LossScaler:
             "iteration": self._iteration,
             "last_overflow": self._last_overflow,
             "forced": self._forced,
+            "unit": self.unit,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,9 +110,11 @@ class LossScaler:
 
         Raises ValueError for a state that is not one of `state_dict`.
         """
-        wanted = self.state_dict().keys()
+        wanted, state = self.state_dict().keys(), {"unit": None} | state  # older checkpoints have none
         if state.keys() != wanted:
             raise ValueError(f"state of the loss scaler: got the keys {sorted(state)}, wanted {sorted(wanted)}")
+        if self.unit is not None and state["unit"] is not None:
+            self.unit = float(state["unit"])
         if self.rule is None:
             return
         self._scale, self._hysteresis = float(state["scale"]), int(state["hysteresis"])

@@ -43,7 +43,7 @@ def shared_state(engine: Any) -> dict[str, Any]:
     return {
         "counters": counters,
         "scheduler": None if scheduler is None else _of_scheduler(scheduler),
-        "loss_scaler": scaler.state_dict() if scaler is not None and scaler.rule is not None else None,
+        "loss_scaler": scaler.state_dict() if scaler is not None and (scaler.rule or scaler.unit) else None,
         "data": None if loader is None else loader.state_dict(),
         "groups": None if optimizer is None else [_of_group(group) for group in optimizer.param_groups],
         "randomness": None if randomness is None else randomness.state_dict(),

@@ -25,7 +25,7 @@ from zero.compat.bitsandbytes import format_of
 from zero.compat.getters import DeepSpeedGetters
 from zero.config import Config
 from zero.config.optimizers import ARGUMENTS, LambParams, MuonParams, torch_reason
-from zero.core.micro_batches import Weight
+from zero.core.micro_batches import weighted
 from zero.core.mixed_precision import DTYPES
 from zero.core.world import Axis, backend_of, local_device
 from zero.data import Loader
@@ -83,7 +83,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         self._boundary: bool | None = None
         self._norm: float | None = None
         self._sums: dict[nn.Parameter, torch.Tensor | None] = {}
-        self._weights: list[Weight] = []  # of the micro-batches of the step
+        self._counts: list[float] = []  # of the micro-batches of the step
         self._weighing = Weighing(settings)
         self._broadcast()
         self.masters = self._make_masters(DTYPES[settings.compute_dtype])
@@ -136,18 +136,19 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
     ) -> torch.Tensor:
         """See `Engine.backward`."""
         steps = self.gradient_accumulation_steps()
-        self._weigh(tokens, reduction, not scale_wrt_gas)
         whole = scale_wrt_gas or self._weighing.items is not None
-        (loss if whole else loss * steps).backward(retain_graph=retain_graph)
+        weighed = self._weigh(loss, tokens, reduction, not scale_wrt_gas)
+        (weighed if whole else weighed * steps).backward(retain_graph=retain_graph)
         return loss.detach() / steps if whole and not self._config.counted else loss.detach()
 
     def scale(self, loss: torch.Tensor, *, tokens: Any = None, reduction: str = "mean") -> torch.Tensor:
-        """The loss as it is: its scale is 1."""
-        self._weigh(tokens, reduction, False)
-        return loss
+        """The loss times its weight; the loss scale is 1."""
+        return self._weigh(loss, tokens, reduction, False)
 
-    def _weigh(self, tokens: Any, reduction: str, whole_step: bool) -> None:
-        self._weights.append(self._weighing.weight(tokens, reduction, whole_step and bool(self._weights)))
+    def _weigh(self, loss: torch.Tensor, tokens: Any, reduction: str, whole_step: bool) -> torch.Tensor:
+        weight = self._weighing.weight(tokens, reduction, whole_step and bool(self._counts))
+        self._counts.append(weight.count)
+        return loss if self._config.zero.mean != "tokens" else weighted(loss, weight.factor)
 
     def begin_step(self, micro_batches: int) -> None:
         """Nothing to do: gradients are summed over the ranks once, by `step`."""
@@ -320,8 +321,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     def _take(self, param: nn.Parameter) -> None:
         """Add a gradient up in the masters' precision, as it lands."""
-        factor = self._weights[-1].factor if self._weights else 1.0
-        grad = param.grad.to(torch.float32) * factor if factor else torch.zeros_like(param, dtype=torch.float32)
+        grad = param.grad.to(torch.float32)
         total = self._sums[param]
         self._sums[param] = grad if total is None else total + grad
         param.grad = None
@@ -331,7 +331,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         names = {param: name for name, param in self.module.named_parameters()}
         mean = self._config.gradient_factor
         if self._config.counted:
-            count = self._metrics.reduce(float(sum(weight.count for weight in self._weights)), "sum")
+            count = self._metrics.reduce(float(sum(self._counts)), "sum")
             mean = mean / count if count else 0.0
         for param, grad in self._sums.items():
             master = self.masters[names[param]]
@@ -341,7 +341,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
                 dist.all_gather(rows, grad.contiguous())
                 grad = sum(rows[1:], start=rows[0])
             master.grad = (grad * mean).to(master.dtype)
-        self._sums, self._weights = dict.fromkeys(self._sums), []
+        self._sums, self._counts = dict.fromkeys(self._sums), []
 
 
 def plain_optimizer(
