@@ -110,10 +110,10 @@ class LossScaler:
 
         Raises ValueError for a state that is not one of `state_dict`.
         """
-        wanted, state = self.state_dict().keys(), {"unit": None} | state  # older checkpoints have none
-        if state.keys() != wanted:
+        wanted = self.state_dict().keys()
+        if wanted - {"unit"} != state.keys() - {"unit"}:  # older checkpoints have none
             raise ValueError(f"state of the loss scaler: got the keys {sorted(state)}, wanted {sorted(wanted)}")
-        if self.unit is not None and state["unit"] is not None:
+        if self.unit is not None and state.get("unit") is not None:
             self.unit = float(state["unit"])
         if self.rule is None:
             return
