@@ -1,0 +1,257 @@
+"""The check before the first step: a short part of the first batch, whole on each rank and on pieces, gives the same.
+
+Whatever a model takes from other positions without attention, and whatever its loss counts, shows there. How far two
+right results are apart is measured: the whole part runs again with outputs of modules that are changed by rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zero.core.agree import agree
+from zero.parallel.loss import count_in, loss_in
+from zero.parallel.sequence import Sequence
+from zero.plan.sequences import pieces
+
+_LENGTH = 128  # of the part, which has two rows; more only where ranks need that for two positions in each of theirs
+_ROUNDING = 1e-5  # of the largest value: so much may differ without being measured
+_MARGIN = 8  # times what rounding was measured to change
+
+
+def part_of(named: Mapping[str, Any], first: str, cut: list[str], ranks: int, halves: bool) -> dict[str, Any]:
+    """Two rows of a batch, of its first ones, over a short span in which what they count begins, if anything does.
+
+    cut: the arguments that have the sequence as their second dimension. The second row counts nothing in the piece of
+    the first rank: what marks positions there is false, or its least value, so that pieces count differently.
+    """
+    rows, length = named[first].shape[:2]
+    step = ranks * (1 + halves)
+    more = -length % step
+    size = min(length, max(_LENGTH, 2 * step) // step * step - more)
+    borders = named.get("cu_seq_lens_q")
+    chosen = [0] if borders is not None else [0, min(1, rows - 1)]
+    marks = [name for name in cut if named[name].ndim == 2 and name not in (first, "attention_mask", "position_ids")]
+    begins = [(each != each.min()).any(0).int().argmax().item() for each in (named[name] for name in marks)]
+    start = min(max(0, max(begins, default=0) - size // 2), length - size)
+    part = dict(named)
+    for name, value in named.items():
+        if isinstance(value, torch.Tensor) and value.ndim and len(value) == rows and (rows > 1 or name in cut):
+            part[name] = value[chosen]
+        if name in cut:
+            part[name] = part[name][:, start : start + size]
+    for name in marks if borders is None else ():
+        whole, value = named[name], part[name]
+        least = 0 if ((whole == 0) | (whole == 1)).all() else whole.min()
+        for piece in pieces(size + more, ranks, halves)[0] if len(value) > 1 else ():
+            value[1, piece.start : piece.stop] = least
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if named.get(name) is not None:
+            part[name] = (named[name] - start).clamp(0, size).unique_consecutive()
+    return part
+
+
+class Output(NamedTuple):
+    """What a module returned: one number for each position, or, where it has no positions, the values as they are."""
+
+    values: torch.Tensor
+    by_position: bool
+    narrow: bool  # whether in 16 bits
+
+
+Outputs = dict[tuple[str, str, int], Output]  # by the module's name, the place in what it returned, and its call
+
+
+def compare(
+    module: nn.Module,
+    sequence: Sequence,
+    whole: Callable[[], Any],
+    shared: Callable[[], Any],
+    seen: torch.Tensor,
+    weighed: str,
+) -> None:
+    """Raise RuntimeError on all ranks that share the sequence unless `whole()` and `shared()` return the same.
+
+    Both run the module, here in eval and without gradients; all of it is left as it was. seen: which positions of the
+    whole are no padding; weighed: what the loss is taken to be.
+    """
+    with _as_it_was(module, seen.device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        wanted = _outputs(module, whole, len(seen))
+        found = _outputs(module, shared, sequence.size)
+        samples = 3 if any(each.narrow for each in wanted.values()) else 1  # on all ranks: it may be collective
+        error = _error_of_fp32(seen.device)
+        noise = [_outputs(module, whole, len(seen), error) for _ in range(samples)]
+    positions = sequence.piece(torch.arange(sequence.length, device=seen.device), 0)
+    counts = positions < len(seen)
+    counts[counts.clone()] = seen[positions[counts]]
+    where = positions[counts], counts
+    apart = {}  # in the order in which modules ended
+    for key in (key for key in wanted if key in found):
+        noisy = [each[key].values for each in noise if key in each]
+        if (at := _apart(wanted[key], found[key], noisy, *where)) is not None:
+            apart[key] = at
+    text = _text(module, wanted, found, apart, weighed)
+    if text := next(filter(None, agree(text, sequence.axis, "comparison of pieces with the whole")), None):
+        raise RuntimeError(text)
+
+
+def _text(
+    module: nn.Module, wanted: Outputs, found: Outputs, apart: Mapping[tuple[str, str, int], int], weighed: str
+) -> str:
+    """What to say of outputs that are apart, and where; nothing if what the model returned is not among them."""
+    key = next((key for key in apart if not key[0]), None)
+    if key is None:
+        return ""
+    there, here = (each[key].values.flatten()[0].item() for each in (found, wanted))
+    what = f"is {there:.7g}, and {here:.7g} of the whole"
+    if wanted[key].by_position:
+        what = f"differs from that of the whole at position {apart[key]}"
+    text = (
+        f"sequence_parallel_size: {type(module).__name__} returns something else on pieces of a sequence. In eval, for "
+        f"a short part of the first batch, '{key[1] or 'the output'}' {what}. "
+    )
+    inner = next((each for each in apart if each[0] and wanted[each].by_position), None)
+    outputs = [each for each in wanted if not each[0] and wanted[each].by_position]
+    if inner is not None and (not outputs or any(each in apart for each in outputs)):
+        kind = type(module.get_submodule(inner[0])).__name__
+        text += (
+            f"The first module whose output differs is '{inner[0]}', a {kind}: it takes from other positions what its "
+            "piece does not have; train this model with sequence_parallel_size 1"
+        )
+    elif key[1] in ("loss", "count"):
+        text += (
+            f"No output before it differs, so it is what the loss counts, taken for {weighed}: let forward return "
+            '(loss, count), or name the argument that tells, "zero": {"context": {"count": "loss_mask"}}, or say '
+            '"reduction": "sum" there. A loss that shifts labels by itself has none at the border of a piece'
+        )
+    else:
+        text += "No output before it differs: leave it out, or compute it outside of the model"
+    return f'{text}. "check": false in zero.context leaves out this comparison'
+
+
+def _outputs(module: nn.Module, run: Callable[[], Any], length: int, error: float = 0.0) -> Outputs:
+    """What `run()` and each module in it return. error: of fp32, where outputs are to be changed by rounding."""
+    found: Outputs = {}
+    calls: Counter[str] = Counter()
+
+    def note(name: str, output: Any, loss: torch.Tensor | None = None) -> None:
+        calls[name] += 1
+        for place, value in _leaves(output):
+            if value.is_floating_point() and value.numel():
+                found[name, "loss" if value is loss else place, calls[name]] = _condensed(value.detach(), length)
+
+    def hook(name: str, output: Any) -> Any:
+        if error and isinstance(output, torch.Tensor) and output.is_floating_point():
+            output = _rounded(output, error)
+        note(name, output)
+        return output
+
+    def hooked(name: str) -> Callable[..., Any]:
+        return lambda module, args, output: hook(name, output)
+
+    hooks = [each.register_forward_hook(hooked(name)) for name, each in module.named_modules() if name]
+    try:
+        output = run()
+    finally:
+        for each in hooks:
+            each.remove()
+    note("", output, loss_in(output))
+    if (count := count_in(output)) is not None:
+        found["", "count", 1] = Output(torch.tensor(count, dtype=torch.float64), False, False)
+    return found
+
+
+def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in an output, and where they are in it."""
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _leaves(each, f"{place}.{name}" if place else str(name))
+    elif isinstance(value, (tuple, list)):
+        for index, each in enumerate(value):
+            yield from _leaves(each, f"{place}[{index}]")
+    elif dataclasses.is_dataclass(value):
+        yield from _leaves(vars(value), place)
+
+
+def _condensed(value: torch.Tensor, length: int) -> Output:
+    """An output as one number for each position, in which whatever it has there takes part."""
+    narrow = value.dtype in (torch.float16, torch.bfloat16)
+    value = value.to(torch.promote_types(value.dtype, torch.float32))
+    dim = next((dim for dim in (*range(1, value.ndim), 0) if value.ndim and value.shape[dim] == length), None)
+    if dim is None and value.ndim and len(value) % length == 0:  # rows x positions in one dimension
+        value, dim = value.unflatten(0, (-1, length)), 1
+    if dim is None:
+        return Output(value, False, narrow)
+    value = value.movedim(dim, 0).flatten(1) if value.ndim > 1 else value[:, None]
+    return Output(value @ torch.arange(1, value.shape[1] + 1, device=value.device).to(value).cos(), True, narrow)
+
+
+def _apart(
+    wanted: Output, found: Output, noise: list[torch.Tensor], own: torch.Tensor, counts: torch.Tensor
+) -> int | None:
+    """The first place at which two outputs are apart by more than rounding; None where they cannot be compared.
+
+    own: positions of the whole that count on this rank; counts: which positions of its piece these are.
+    """
+    here, there = wanted.values, found.values
+    if wanted.by_position and found.by_position:
+        here, there, noise = here[own], there[counts], [each[own] for each in noise]
+    if here.shape != there.shape or wanted.by_position != found.by_position or not here.numel():
+        return None
+    changed = max((each.sub(here).nan_to_num(0, 0, 0).abs().max().item() for each in noise), default=0.0)
+    allowed = _ROUNDING * here.nan_to_num(0, 0, 0).abs().max() + _MARGIN * changed
+    alike = (here == there) | (here.isnan() & there.isnan()) | ((here - there).abs() <= allowed)
+    if alike.all():
+        return None
+    at = int(alike.flatten().int().argmin())
+    return int(own[at]) if wanted.by_position else at
+
+
+def _rounded(output: torch.Tensor, error: float) -> torch.Tensor:
+    """Another result that is as near to the exact one."""
+    error = error if output.dtype == torch.float32 else torch.finfo(output.dtype).eps
+    wide = output.to(torch.promote_types(output.dtype, torch.float32))
+    return (wide * (1 + error * (2 * torch.rand_like(wide) - 1))).to(output.dtype)
+
+
+def _error_of_fp32(device: torch.device) -> float:
+    """The relative error of a product in fp32, which is larger where it is computed with TF32."""
+    left, right = torch.randn(2, 128, 128, device=device)
+    exact = left.double() @ right.double()
+    return max(((left @ right - exact).abs().max() / exact.abs().max()).item(), torch.finfo(torch.float32).eps)
+
+
+@contextlib.contextmanager
+def _as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, a module is in eval; behind it, its attributes, its buffers and all random numbers are as before."""
+    held = [(vars(each), dict(vars(each))) for each in module.modules()]
+    inside = [(each, copy.copy(each)) for _, own in held for each in own.values() if type(each) in (dict, list, set)]
+    buffers = [(each, each.clone()) for each in module.buffers()]
+    python, numpy = random.getstate(), sys.modules.get("numpy.random")
+    drawn = None if numpy is None else numpy.get_state(legacy=False)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for each, _ in held:
+                each["training"] = False
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(drawn)
+        for now, before in (*held, *inside):
+            now.clear()
+            (now.extend if isinstance(now, list) else now.update)(before)
+        for each, before in buffers:
+            if not torch.equal(each, before):  # else a graph that holds it may go on
+                each.copy_(before)
