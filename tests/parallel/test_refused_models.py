@@ -146,7 +146,9 @@ def test_a_model_that_shifts_labels_by_itself_or_tells_no_window_is_named() -> N
     model, batch = build("llama"), inputs(0, "plain")
     model.__class__ = Shifting
     engine, *_ = zero.initialize(model=model, config=settings(1, 2, "ring"))
-    with pytest.raises(ValueError, match="whether Shifting shifts its labels is not known; call the argument targets"):
+    with pytest.raises(
+        ValueError, match="whether Shifting shifts its labels is not known; let it take shift_labels, call the arg"
+    ):
         engine(**batch)
     engine.destroy()
     engine, *_ = zero.initialize(model=build("llama", sliding_window=4), config=settings(1, 2, "ring"))

@@ -65,7 +65,7 @@ class Output(NamedTuple):
 
     values: torch.Tensor
     by_position: bool
-    narrow: bool  # whether in 16 bits
+    error: float  # of its dtype
 
 
 Outputs = dict[tuple[str, str, int], Output]  # by the module's name, the place in what it returned, and its call
@@ -87,7 +87,7 @@ def compare(
     with _as_it_was(module, seen.device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         wanted = _outputs(module, whole, len(seen))
         found = _outputs(module, shared, sequence.size)
-        samples = 3 if any(each.narrow for each in wanted.values()) else 1  # on all ranks: it may be collective
+        samples = 3 if any(each.error > _ROUNDING for each in wanted.values()) else 1  # as on all ranks that gather
         error = _error_of_fp32(seen.device)
         noise = [_outputs(module, whole, len(seen), error) for _ in range(samples)]
     positions = sequence.piece(torch.arange(sequence.length, device=seen.device), 0)
@@ -124,8 +124,8 @@ def _text(
     if inner is not None and (not outputs or any(each in apart for each in outputs)):
         kind = type(module.get_submodule(inner[0])).__name__
         text += (
-            f"The first module whose output differs is '{inner[0]}', a {kind}: it takes from other positions what its "
-            "piece does not have; train this model with sequence_parallel_size 1"
+            f"The first module whose output differs is '{inner[0]}', a {kind}: it or what is computed for it uses "
+            "other positions, which a piece does not have; train this model with sequence_parallel_size 1"
         )
     elif key[1] in ("loss", "count"):
         text += (
@@ -166,7 +166,7 @@ def _outputs(module: nn.Module, run: Callable[[], Any], length: int, error: floa
             each.remove()
     note("", output, loss_in(output))
     if (count := count_in(output)) is not None:
-        found["", "count", 1] = Output(torch.tensor(count, dtype=torch.float64), False, False)
+        found["", "count", 1] = Output(torch.tensor(count, dtype=torch.float64), False, 0.0)
     return found
 
 
@@ -186,15 +186,15 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 def _condensed(value: torch.Tensor, length: int) -> Output:
     """An output as one number for each position, in which whatever it has there takes part."""
-    narrow = value.dtype in (torch.float16, torch.bfloat16)
+    error = torch.finfo(value.dtype).eps
     value = value.to(torch.promote_types(value.dtype, torch.float32))
     dim = next((dim for dim in (*range(1, value.ndim), 0) if value.ndim and value.shape[dim] == length), None)
     if dim is None and value.ndim and len(value) % length == 0:  # rows x positions in one dimension
         value, dim = value.unflatten(0, (-1, length)), 1
     if dim is None:
-        return Output(value, False, narrow)
+        return Output(value, False, error)
     value = value.movedim(dim, 0).flatten(1) if value.ndim > 1 else value[:, None]
-    return Output(value @ torch.arange(1, value.shape[1] + 1, device=value.device).to(value).cos(), True, narrow)
+    return Output(value @ torch.arange(1, value.shape[1] + 1, device=value.device).to(value).cos(), True, error)
 
 
 def _apart(
@@ -210,7 +210,7 @@ def _apart(
     if here.shape != there.shape or wanted.by_position != found.by_position or not here.numel():
         return None
     changed = max((each.sub(here).nan_to_num(0, 0, 0).abs().max().item() for each in noise), default=0.0)
-    allowed = _ROUNDING * here.nan_to_num(0, 0, 0).abs().max() + _MARGIN * changed
+    allowed = max(_ROUNDING, 2 * wanted.error) * here.nan_to_num(0, 0, 0).abs().max() + _MARGIN * changed
     alike = (here == there) | (here.isnan() & there.isnan()) | ((here - there).abs() <= allowed)
     if alike.all():
         return None

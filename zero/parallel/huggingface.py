@@ -126,10 +126,15 @@ def shifts(module: nn.Module, aligned: tuple[str, ...]) -> bool:
         loss = loss if loss not in (None, "ForCausalLM") else None  # it shifts by itself, whatever it is given
     elif loss is None and ("LMHead" in name or "CausalLM" in name):
         loss = "ForCausalLM"  # what transformers falls back on
+    function = getattr(module, "loss_function", None)
+    own = callable(function) and not getattr(function, "__module__", "").startswith("transformers.")
+    if loss == "ForCausalLM" and own and "shift_labels" not in inspect.signature(function).parameters:
+        loss, name = None, f"the loss_function of {name}"
     if loss is None:
         raise ValueError(
-            f"sequence_parallel_size: whether {name} shifts its labels is not known; call the "
-            'argument targets, aligned with the inputs, or name all that is cut in "zero": {"context": {"cut": [...]}}'
+            f"sequence_parallel_size: whether {name} shifts its labels is not known; let it take shift_labels, call "
+            "the argument targets, aligned with the inputs, or name all that is cut in "
+            '"zero": {"context": {"cut": [...]}}'
         )
     return loss == "ForCausalLM"
 
