@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_what_is_taken_from_other_positions_is_named(mode: str) -> None:
     given = inputs(0, "plain")
     given["input_ids"][0, 5:9] = 3  # masks
     for kind, text in [
-        ("esm", r"EsmForMaskedLM returns .* 'loss' is .*module whose output differs is 'esm.embeddings', a EsmEmbed"),
+        ("esm", r"EsmForMaskedLM computes .* 'loss' is .*module whose output differs is 'esm.embeddings', EsmEmbed"),
         ("mobilebert", "The first module whose output differs is 'mobilebert.embeddings"),
         ("mixtral", "'loss' is|'aux_loss' is .* of the whole. No output before it differs: leave it out"),
     ]:
@@ -106,7 +107,7 @@ class Marked(Lines):
         super().__init__()
         self.calls, self.seen, self.state = 0, [], nn.Module()
         self.register_buffer("mean", torch.zeros(()))
-        self.norm = nn.BatchNorm1d(VOCABULARY)
+        self.norm = nn.BatchNorm1d(VOCABULARY, affine=False)
 
     def forward(self, tokens: Any, targets: Any, marks: Any = None, position_ids: Any = None) -> Any:  # type: ignore[override]
         self.calls += 1
@@ -116,7 +117,7 @@ class Marked(Lines):
         random.random(), torch.rand(1)
         logits = super().forward(tokens, None, position_ids).flatten(0, 1)
         if self.training:
-            self.norm(logits.detach())
+            self.norm(logits.detach().float())
         each = nn.functional.cross_entropy(logits, targets.flatten(), reduction="none")
         return each.mean() if marks is None else (each * marks.flatten()).sum() / marks.sum()
 
@@ -185,4 +186,43 @@ def test_marks_are_found_wherever_they_begin(mode: str) -> None:
         model=Marked(), config=settings(0, 2, mode, zero={"context": {"mode": mode, "check": False}})
     )
     assert torch.isfinite(engine(**tokens_of(32), marks=torch.ones(ROWS, 32)))
+    engine.destroy()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [*longer(0, 2), 3])
+def test_ranks_without_a_micro_batch_follow(stage: int) -> None:
+    """Two of four ranks have none in the first step; and are told where the comparison fails."""
+    made = settings(stage, 2, "ulysses") | {"managed_gradient_accumulation": False}
+    made.pop("gradient_accumulation_steps", None)
+    idle = dist.get_rank() > 1
+    for marked in (False, True):
+        engine, *_ = zero.initialize(model=Marked(), config=made)
+        more = {"marks": torch.ones(ROWS, 32)} if marked else {}
+        expected = pytest.raises(RuntimeError, match="taken for the mean over targets") if marked else nullcontext()
+        with expected:
+            for number in range(2):
+                if number or not idle:
+                    engine.backward(engine(**tokens_of(32), **more))
+                engine.step()
+        assert len(engine.module.seen) == (2, 1)[idle] * (not marked), "the comparison leaves no trace"
+        engine.destroy()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", ["ring", "ulysses"])
+@pytest.mark.parametrize(
+    "section",
+    [{"bf16": {"enabled": True}}, *longer({"fp16": {"enabled": True}}, {"torch_autocast": {"enabled": True}})],
+)
+def test_rounding_is_told_from_a_difference(section: dict[str, Any], mode: str) -> None:
+    """In 16 bits, of which a result has other ones each time that it is put together in another order."""
+    for seed in range(8):
+        engine, *_ = zero.initialize(model=Marked(), config=settings(3, 2, mode) | section)
+        torch.manual_seed(seed)
+        tokens = torch.randint(VOCABULARY, (ROWS, 64))
+        engine(tokens, tokens.roll(-1, 1))
+        engine.destroy()
+    engine, *_ = zero.initialize(model=Marked(), config=settings(3, 2, mode) | section)
+    raised(engine, tokens_of(64) | {"marks": torch.arange(64).expand(ROWS, -1) < 9})
     engine.destroy()

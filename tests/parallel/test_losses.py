@@ -110,7 +110,7 @@ def test_what_it_counts_is_asked_for_before_the_first_step(mode: str) -> None:
     for kind in LOSSES:
         engine, *_ = zero.initialize(model=Weighed(kind, False), config=settings(3, 2, mode))
         before = torch.get_rng_state()
-        with pytest.raises(RuntimeError, match=r"(?s)Weighed returns something else .*'loss' is .*\(loss, count\)"):
+        with pytest.raises(RuntimeError, match=r"(?s)Weighed computes something else .*'loss' is .*\(loss, count\)"):
             engine(**batch(kind, 0))
         assert torch.equal(before, torch.get_rng_state()), kind
         engine.destroy()

@@ -12,7 +12,7 @@ import dataclasses
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ class Output(NamedTuple):
     """What a module returned: one number for each position, or, where it has no positions, the values as they are."""
 
     values: torch.Tensor
-    by_position: bool
+    width: int  # how many there were for each position, 0 where it has none
     error: float  # of its dtype
 
 
@@ -85,19 +85,21 @@ def compare(
     whole are no padding; weighed: what the loss is taken to be.
     """
     with _as_it_was(module, seen.device), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        wanted = _outputs(module, whole, len(seen))
-        found = _outputs(module, shared, sequence.size)
-        samples = 3 if any(each.error > _ROUNDING for each in wanted.values()) else 1  # as on all ranks that gather
+        wanted, found = _outputs(module, whole, len(seen)), _outputs(module, shared, sequence.size)
+        # Of 16 bits rounding may turn a choice, as of experts, which it does not do again. On all ranks alike, as each
+        # run may be a sequence of collectives.
+        narrow = any(each.error > _ROUNDING for each in wanted.values())
         error = _error_of_fp32(seen.device)
-        noise = [_outputs(module, whole, len(seen), error) for _ in range(samples)]
+        noise = [_outputs(module, whole, len(seen), error) for _ in range(3 if narrow else 1)]
+        again = _outputs(module, shared, sequence.size, error) if narrow else found
     positions = sequence.piece(torch.arange(sequence.length, device=seen.device), 0)
     counts = positions < len(seen)
     counts[counts.clone()] = seen[positions[counts]]
     where = positions[counts], counts
     apart = {}  # in the order in which modules ended
-    for key in (key for key in wanted if key in found):
+    for key in (key for key in wanted if key in found and key in again):
         noisy = [each[key].values for each in noise if key in each]
-        if (at := _apart(wanted[key], found[key], noisy, *where)) is not None:
+        if (at := _apart(wanted[key], (found[key], again[key]), noisy, *where)) is not None:
             apart[key] = at
     text = _text(module, wanted, found, apart, weighed)
     if text := next(filter(None, agree(text, sequence.axis, "comparison of pieces with the whole")), None):
@@ -107,27 +109,31 @@ def compare(
 def _text(
     module: nn.Module, wanted: Outputs, found: Outputs, apart: Mapping[tuple[str, str, int], int], weighed: str
 ) -> str:
-    """What to say of outputs that are apart, and where; nothing if what the model returned is not among them."""
-    key = next((key for key in apart if not key[0]), None)
-    if key is None:
+    """What to say of outputs that are apart, and where; nothing if there are none."""
+    if not apart:
         return ""
-    there, here = (each[key].values.flatten()[0].item() for each in (found, wanted))
-    what = f"is {there:.7g}, and {here:.7g} of the whole"
-    if wanted[key].by_position:
-        what = f"differs from that of the whole at position {apart[key]}"
+    returned = next((each for each in apart if not each[0]), None)
+    inner = next((each for each in apart if each[0]), None)
+    others = [each for each in wanted if not each[0] and wanted[each].width]
+    if inner is not None and others and returned is not None and not any(each in apart for each in others):
+        inner = None  # an output that the model does not use
     text = (
-        f"sequence_parallel_size: {type(module).__name__} returns something else on pieces of a sequence. In eval, for "
-        f"a short part of the first batch, '{key[1] or 'the output'}' {what}. "
+        f"sequence_parallel_size: {type(module).__name__} computes something else on pieces of a sequence. In eval, "
+        "for a short part of the first batch, "
     )
-    inner = next((each for each in apart if each[0] and wanted[each].by_position), None)
-    outputs = [each for each in wanted if not each[0] and wanted[each].by_position]
-    if inner is not None and (not outputs or any(each in apart for each in outputs)):
-        kind = type(module.get_submodule(inner[0])).__name__
+    if returned is not None:
+        there, here = (each[returned].values.flatten()[0].item() for each in (found, wanted))
+        what = f"is {there:.7g}, and {here:.7g} of the whole"
+        if wanted[returned].width:
+            what = f"is not that of the whole at position {apart[returned]}"
+        text += f"'{returned[1] or 'the output'}' {what}. "
+    if inner is not None:
         text += (
-            f"The first module whose output differs is '{inner[0]}', a {kind}: it or what is computed for it uses "
-            "other positions, which a piece does not have; train this model with sequence_parallel_size 1"
+            f"The first module whose output differs is '{inner[0]}', {type(module.get_submodule(inner[0])).__name__}, "
+            f"at position {apart[inner]}: it or what is computed for it uses other positions, which a piece does not "
+            "have; train this model with sequence_parallel_size 1"
         )
-    elif key[1] in ("loss", "count"):
+    elif returned[1] in ("loss", "count"):
         text += (
             f"No output before it differs, so it is what the loss counts, taken for {weighed}: let forward return "
             '(loss, count), or name the argument that tells, "zero": {"context": {"count": "loss_mask"}}, or say '
@@ -146,7 +152,8 @@ def _outputs(module: nn.Module, run: Callable[[], Any], length: int, error: floa
     def note(name: str, output: Any, loss: torch.Tensor | None = None) -> None:
         calls[name] += 1
         for place, value in _leaves(output):
-            if value.is_floating_point() and value.numel():
+            other = value.ndim < 3 or value.shape[1] != length  # as of tokens that are sorted by experts
+            if value.is_floating_point() and value.numel() and not (name and other):
                 found[name, "loss" if value is loss else place, calls[name]] = _condensed(value.detach(), length)
 
     def hook(name: str, output: Any) -> Any:
@@ -166,7 +173,7 @@ def _outputs(module: nn.Module, run: Callable[[], Any], length: int, error: floa
             each.remove()
     note("", output, loss_in(output))
     if (count := count_in(output)) is not None:
-        found["", "count", 1] = Output(torch.tensor(count, dtype=torch.float64), False, 0.0)
+        found["", "count", 1] = Output(torch.tensor(count, dtype=torch.float64), 0, 0.0)
     return found
 
 
@@ -192,35 +199,38 @@ def _condensed(value: torch.Tensor, length: int) -> Output:
     if dim is None and value.ndim and len(value) % length == 0:  # rows x positions in one dimension
         value, dim = value.unflatten(0, (-1, length)), 1
     if dim is None:
-        return Output(value, False, error)
+        return Output(value, 0, error)
     value = value.movedim(dim, 0).flatten(1) if value.ndim > 1 else value[:, None]
-    return Output(value @ torch.arange(1, value.shape[1] + 1, device=value.device).to(value).cos(), True, error)
+    width = value.shape[1]
+    return Output(value @ torch.arange(1, width + 1, device=value.device).to(value).cos(), width, error)
 
 
 def _apart(
-    wanted: Output, found: Output, noise: list[torch.Tensor], own: torch.Tensor, counts: torch.Tensor
+    wanted: Output, found: Collection[Output], noise: list[torch.Tensor], own: torch.Tensor, counts: torch.Tensor
 ) -> int | None:
-    """The first place at which two outputs are apart by more than rounding; None where they cannot be compared.
+    """The first place at which outputs are apart by more than rounding; None where they cannot be compared.
 
     own: positions of the whole that count on this rank; counts: which positions of its piece these are.
     """
-    here, there = wanted.values, found.values
-    if wanted.by_position and found.by_position:
-        here, there, noise = here[own], there[counts], [each[own] for each in noise]
-    if here.shape != there.shape or wanted.by_position != found.by_position or not here.numel():
+    here, noise = (wanted.values[own], [each[own] for each in noise]) if wanted.width else (wanted.values, noise)
+    there = [each.values[counts] if each.width else each.values for each in found]
+    widths = {wanted.width, *(each.width for each in found)}
+    if len(widths) > 1 or any(each.shape != here.shape for each in there) or not here.numel():
         return None
     changed = max((each.sub(here).nan_to_num(0, 0, 0).abs().max().item() for each in noise), default=0.0)
     allowed = max(_ROUNDING, 2 * wanted.error) * here.nan_to_num(0, 0, 0).abs().max() + _MARGIN * changed
-    alike = (here == there) | (here.isnan() & there.isnan()) | ((here - there).abs() <= allowed)
+    alike = torch.zeros_like(here, dtype=torch.bool)
+    for each in there:
+        alike |= (here == each) | (here.isnan() & each.isnan()) | ((here - each).abs() <= allowed)
     if alike.all():
         return None
     at = int(alike.flatten().int().argmin())
-    return int(own[at]) if wanted.by_position else at
+    return int(own[at]) if wanted.width else at
 
 
 def _rounded(output: torch.Tensor, error: float) -> torch.Tensor:
     """Another result that is as near to the exact one."""
-    error = error if output.dtype == torch.float32 else torch.finfo(output.dtype).eps
+    error = error if output.dtype == torch.float32 else 2 * torch.finfo(output.dtype).eps
     wide = output.to(torch.promote_types(output.dtype, torch.float32))
     return (wide * (1 + error * (2 * torch.rand_like(wide) - 1))).to(output.dtype)
 

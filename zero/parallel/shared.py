@@ -151,6 +151,7 @@ class SharedSequences:
 
     def _compare(self, named: Mapping[str, Any]) -> None:
         """Raise RuntimeError, on all ranks, where a part of this batch gives something else on pieces."""
+        self._cut(dict(named))  # errors of the whole batch come first
         first, halves = _first(named), self._section.mode == "ring"
         rows, length = named[first].shape[:2]
         cut = [name for name, each in named.items() if self._has_sequence(name, each, rows, length)]
