@@ -14,6 +14,7 @@ from sharing import build, check, inputs, needs_transformers, settings
 from torch import nn
 
 import zero
+from zero.config.sections import Context
 from zero.core.world import world_of_one
 from zero.parallel import ring
 from zero.parallel.huggingface import SharedModel
@@ -113,4 +114,4 @@ def test_batches_that_come_cut_are_refused_where_positions_do_not_count_from_0()
     with pytest.raises(
         ValueError, match="OPTForCausalLM counts positions by tokens or a mask, and batches that come cut"
     ):
-        SharedSequences(build("opt"), world_of_one().point(), "ulysses", (), cuts=False, training_only=True)
+        SharedSequences(build("opt"), world_of_one().point(), Context(), cuts=False, training_only=True)

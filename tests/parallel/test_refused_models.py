@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import logging
 from typing import Any
 
@@ -64,7 +66,16 @@ def test_models_of_transformers_that_cannot_are_named() -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCABULARY}
     classes = hf.BertForSequenceClassification(hf.BertConfig(**sizes, intermediate_size=48))
     own = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 1, "num_heads": 4, "vocab_size": VOCABULARY}
+    gpt2 = {"n_layer": 1, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
     for model, text in [
+        (
+            hf.FalconForCausalLM(hf.FalconConfig(**sizes)),
+            r"of FalconForCausalLM is its own, and not of transformers' reg",
+        ),
+        (
+            hf.GPT2DoubleHeadsModel(hf.GPT2Config(**gpt2)),
+            r"GPT2DoubleHeadsModel takes mc_token_ids, places in whole seq",
+        ),
         (hf.T5ForConditionalGeneration(hf.T5Config(**own)), r"has an encoder and a decoder: two sequences"),
         (classes, r"has the loss 'ForSequenceClassification', which is of whole sequences"),
         (build("llama", output_attentions=True, attn_implementation="eager"), r"config has output_attentions"),
@@ -77,8 +88,16 @@ def test_models_of_transformers_that_cannot_are_named() -> None:
         engine(**batch)
     engine.eval()
     assert torch.isfinite(engine(**batch).loss)
-    with pytest.raises(ValueError, match="output_attentions needs all scores on one rank"):
-        engine(**batch, output_attentions=True)
+    for name, value in [("output_attentions", True), ("output_router_logits", True), ("logits_to_keep", 8)]:
+        with pytest.raises(ValueError, match=f"{name} needs .*; leave it out"):
+            engine(**batch, **{name: value})
+    assert torch.isfinite(engine(**batch, logits_to_keep=0, output_router_logits=False).loss)
+    for layer in engine.module.model.layers:
+        layer.self_attn.forward = functools.partial(layer.self_attn.forward, indices=torch.zeros(1))
+    with pytest.raises(ValueError, match="attention over a shared sequence: got indices, which it does not compute"):
+        engine(**batch)
+    for layer in engine.module.model.layers:
+        del layer.self_attn.forward
     with pytest.raises(ValueError, match=r"got attention_mask of 4 dimensions; wanted \[rows, length\]"):
         engine(**batch, attention_mask=torch.ones(ROWS, 1, LENGTH, LENGTH))
     hole = torch.where(torch.arange(LENGTH) // 5 == 2, 0, 1).expand(ROWS, -1)
@@ -91,6 +110,20 @@ def test_models_of_transformers_that_cannot_are_named() -> None:
         with pytest.raises(ValueError, match=rf"got cu_seq_lens_q \[{borders[0]}, .* with {rows} rows of 30; wanted"):
             engine(**made)
     engine.destroy()
+
+
+@needs_transformers
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.ranks(2)
+def test_virtual_tokens_are_named() -> None:
+    import peft
+
+    for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
+        model = peft.get_peft_model(build("llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=4))
+        with pytest.raises(
+            ValueError, match=f"{kind.__name__[:6].upper()}_TUNING puts virtual tokens in front of each"
+        ):
+            zero.initialize(model=model, config=settings(1, 2, "ring"))
 
 
 @pytest.mark.ranks(2)
@@ -146,7 +179,9 @@ def test_a_model_that_shifts_labels_by_itself_or_tells_no_window_is_named() -> N
     model, batch = build("llama"), inputs(0, "plain")
     model.__class__ = Shifting
     engine, *_ = zero.initialize(model=model, config=settings(1, 2, "ring"))
-    with pytest.raises(ValueError, match="whether Shifting shifts its labels is not known; call the argument targets"):
+    with pytest.raises(
+        ValueError, match="whether Shifting shifts its labels is not known; let it take shift_labels, call the arg"
+    ):
         engine(**batch)
     engine.destroy()
     engine, *_ = zero.initialize(model=build("llama", sliding_window=4), config=settings(1, 2, "ring"))

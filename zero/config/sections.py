@@ -194,6 +194,13 @@ class Context(Section):
     cut: Texts = Field(default_factory=list)
     """Names of the arguments of the model that have a sequence as their second dimension. Default: `input_ids`, and
     every tensor of its first two dimensions."""
+    count: str = ""
+    """The name of the argument whose values are what each position counts in the loss of the model, a mask or weights.
+    Default: where the argument named label or target is not negative."""
+    reduction: choice("mean", "sum") = "mean"
+    """Whether the loss of the model is a mean over what it counts, or a sum."""
+    check: Bool = True
+    """Before the first step, run a short part of the first batch whole and shared, and compare the outputs."""
 
 
 class Zero(Section):

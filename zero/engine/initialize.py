@@ -187,7 +187,7 @@ def _make_engine(
             number = found[0][0]
             warn_of_splits([digest for _, digest in found])
             if cp > 1:
-                how = zero.context.mode, zero.context.cut, not data.cp, data.training_only
+                how = zero.context, not data.cp, data.training_only
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
             over = meshes.along(*DATA)
             engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing)

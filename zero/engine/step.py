@@ -116,7 +116,9 @@ class TrainingStep:
         if self._sharded.module.training and torch.is_grad_enabled():
             self.record.batch((inputs, kwargs))
             self._weighing.forward(kwargs)
-        model = self.model if self.sharing is None else functools.partial(self.sharing.run, self.model)
+        model = self.model
+        if self.sharing is not None:
+            model = functools.partial(self.sharing.run, model, self._begins_first)
         return self._run(model, inputs, kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -298,6 +300,12 @@ class TrainingStep:
             if (why := self._precision.mixed(error, self._sharded.module)) is not None:
                 raise RuntimeError(why) from error
             raise
+
+    def _begins_first(self) -> bool:
+        """Begin the micro-batch of a forward, so that idle ranks follow; whether no rank has run a backward yet."""
+        if torch.is_grad_enabled():
+            self._sharded.prefetcher.on_forward()
+        return not self._sharded.reducer.rounds
 
     def _seeded(self) -> contextlib.AbstractContextManager[None]:
         if self.randomness is None or not self._sharded.module.training:

@@ -37,6 +37,7 @@ class SharedModel:
         self._most = 0  # the last position of the sequence
         self._packed = self._masked = False  # whether documents would be seen here, of several; a mask was given
         self.causal: set[bool] = set()  # whether masks that the last forward asked for were
+        self.given: set[str] = set()  # names of the arguments of the last forward
         self._module = module
         config = getattr(module, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -44,6 +45,7 @@ class SharedModel:
         self.has_windows = bool(getattr(config, "sliding_window", None)) and (not layers or _WINDOW in layers)
         self.windows = 0  # calls of attention that were told one
         self._plain: dict[int, str] = {}  # the implementations that configurations named
+        self.is_theirs = any(each.__name__ == "PreTrainedModel" for each in type(module).__mro__)
         theirs = [each for each in module.modules() if type(each).__module__.startswith("transformers")]
         self.counts = _counting(theirs)  # None where positions count from 0
         self.hooks = [
@@ -124,10 +126,15 @@ def shifts(module: nn.Module, aligned: tuple[str, ...]) -> bool:
         loss = loss if loss not in (None, "ForCausalLM") else None  # it shifts by itself, whatever it is given
     elif loss is None and ("LMHead" in name or "CausalLM" in name):
         loss = "ForCausalLM"  # what transformers falls back on
+    function = getattr(module, "loss_function", None)
+    own = callable(function) and not getattr(function, "__module__", "").startswith("transformers.")
+    if loss == "ForCausalLM" and own and "shift_labels" not in inspect.signature(function).parameters:
+        loss, name = None, f"the loss_function of {name}"
     if loss is None:
         raise ValueError(
-            f"sequence_parallel_size: whether {name} shifts its labels is not known; call the "
-            'argument targets, aligned with the inputs, or name all that is cut in "zero": {"context": {"cut": [...]}}'
+            f"sequence_parallel_size: whether {name} shifts its labels is not known; let it take shift_labels, call "
+            "the argument targets, aligned with the inputs, or name all that is cut in "
+            '"zero": {"context": {"cut": [...]}}'
         )
     return loss == "ForCausalLM"
 
@@ -151,7 +158,9 @@ def _attention(
     found = shared(query, key)
     if found is None:
         return _implementation(name, module)(module, query, key, value, attention_mask, **given, **kwargs)
-    refuse(attention_mask, dropout, **{name: kwargs.get(name) for name in ("softcap", "s_aux", "position_bias")})
+    known = engine.model.given | {"position_ids", "cache_position"}  # others would change what is computed
+    others = {name: each for name, each in kwargs.items() if isinstance(each, torch.Tensor) and name not in known}
+    refuse(attention_mask, dropout, softcap=kwargs.get("softcap"), **others)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if engine.model.causal - {causal}:
         raise ValueError(

@@ -1,10 +1,13 @@
-"""Models that would compute something else on pieces of a sequence, named before the first step."""
+"""Models and arguments that would compute something else on pieces of a sequence, named before the first step."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import nn
 
 # Layers that carry a state from position to position; a piece would begin with an empty one.
@@ -26,6 +29,17 @@ def refuse_model(module: nn.Module) -> None:
                 f"sequence_parallel_size: '{name}', a {type(each).__name__}, {what}, and would begin anew on each "
                 "rank's piece; train this model with sequence_parallel_size 1"
             )
+        if getattr(getattr(each, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError(
+                f"sequence_parallel_size: {each.active_peft_config.peft_type.value} puts virtual tokens in front of "
+                "each rank's piece, not of the sequence; train this model with sequence_parallel_size 1, or use LoRA"
+            )
+        theirs = type(each).__module__.startswith("transformers")
+        if theirs and not getattr(each, "_can_set_attn_implementation", lambda: True)():
+            raise ValueError(
+                f"sequence_parallel_size: the attention of {type(each).__name__} is its own, and not of transformers' "
+                "registry, through which ranks share it; train this model with sequence_parallel_size 1"
+            )
     config = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if other := sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYERS)):
@@ -44,9 +58,33 @@ def refuse_model(module: nn.Module) -> None:
             f"not of their tokens; wanted {', '.join(filter(None, _LOSSES))}"
         )
     takes = [inspect.signature(each.forward).parameters for each in module.modules()]
+    if "mc_token_ids" in takes[0]:
+        raise ValueError(
+            f"sequence_parallel_size: {type(module).__name__} takes mc_token_ids, places in whole sequences of several "
+            "choices; train this model with sequence_parallel_size 1"
+        )
     keywords = any(each.kind is each.VAR_KEYWORD for each in takes[0].values())
     if "position_ids" not in takes[0] and not (keywords and any("position_ids" in each for each in takes)):
         raise ValueError(
             f"sequence_parallel_size: {type(module).__name__}.forward takes no position_ids, so each rank would count "
             "the positions of its piece from 0; let it take position_ids [rows or 1, size] and use them"
         )
+
+
+def refuse_arguments(named: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of one forward that a shared sequence does not have."""
+    for name in ("attention_mask", "position_ids"):
+        if name in named and (dims := getattr(named[name], "ndim", 0)) != 2:
+            raise ValueError(
+                f"sequence_parallel_size: got {name} of {dims} dimensions; wanted [rows, length], which tells documents"
+            )
+    whole = {
+        "output_attentions": "all scores on one rank",
+        "output_router_logits": "the tokens of the whole sequence",
+        "logits_to_keep": "the end of the whole sequence",
+    }
+    for name, what in whole.items():
+        if isinstance(value := named.get(name), torch.Tensor) or value:
+            raise ValueError(f"sequence_parallel_size: {name} needs {what}; leave it out")
+    if wrong := [name for name in named if name.startswith(("pixel_values", "mm_token_type", "seq_idx", "cache_pos"))]:
+        raise ValueError(f"sequence_parallel_size: got {', '.join(wrong)}, which is not shared; leave it out")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,16 +14,19 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from zero.config.sections import Context
 from zero.core import comm
 from zero.core.torch_private import backward_task
-from zero.core.world import Axis
+from zero.core.world import Axis, world_of_one
 from zero.kernels.crc32 import crc32
 from zero.log import rank_zero
 from zero.parallel import huggingface
 from zero.parallel.attention import LIVE, RUNNING, keep_out_compiler
-from zero.parallel.refusals import refuse_model
+from zero.parallel.first_check import compare, part_of
+from zero.parallel.loss import combined, count_in, loss_in
+from zero.parallel.refusals import refuse_arguments, refuse_model
 from zero.parallel.sequence import Sequence, documents_of, documents_of_lengths, grouped
-from zero.plan.sequences import pieces
+from zero.plan.sequences import Documents, pieces
 
 IGNORED = -100  # the label that transformers and torch's losses leave out
 _FIRST = ("input_ids", "inputs_embeds")
@@ -31,19 +36,20 @@ _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 class SharedSequences:
     """What `axis`, the ranks that share sequences, do around each forward of a model.
 
-    mode: "ulysses" or "ring"; names: of the arguments to cut, none to find them by shape; cuts: else they come cut, as
-    by DeepSpeed's adapter of a loader, with `position_ids`; training_only: in eval each rank has a batch of its own.
+    cuts: else arguments come cut, as by DeepSpeed's adapter of a loader, with `position_ids`; training_only: in eval
+    each rank has a batch of its own.
     """
 
-    def __init__(self, module: nn.Module, axis: Axis, mode: str, names: Any, cuts: bool, training_only: bool) -> None:
+    def __init__(self, module: nn.Module, axis: Axis, section: Context, cuts: bool, training_only: bool) -> None:
         refuse_model(module)
         self.cuts, self._training_only = cuts, training_only
-        self._axis, self._mode, self._names, self._module = axis, mode, tuple(names), module
+        self._axis, self._section, self._module = axis, section, module
         self._now: Sequence | None = None  # of the forward that runs
         self._last: Sequence | None = None
         self._seen: list[Sequence] = []  # those whose backward may come
         self._unnamed = ""  # an argument of the forward whose negative numbers may be left out by the loss
         self._ended = self._checked = self._told = False
+        self._to_compare = {False, True} if section.check and cuts else set()  # forwards, by whether they build graphs
         self._calls = 0  # of attention
         self.model = huggingface.SharedModel(module, lambda: self.shares)
         if self.model.counts and not cuts:
@@ -56,8 +62,11 @@ class SharedSequences:
         LIVE.add(self)
         self._hooks = [hook for each in module.modules() for hook in self._hooked(each)]
 
-    def run(self, model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
-        """The model on this rank's pieces; the loss is the mean over the whole batch of all that share it."""
+    def run(self, model: Callable[..., Any], begins: Callable[[], bool], /, *inputs: Any, **kwargs: Any) -> Any:
+        """The model on this rank's pieces; the loss is that of the whole batch of all that share it.
+
+        begins: begins a micro-batch if the forward is one of its own, and says whether no rank has ended one before.
+        """
         # A model from from_pretrained() is in eval, and some programs train it so.
         if self._training_only and not (self._module.training or torch.is_grad_enabled()):
             return model(*inputs, **kwargs)
@@ -68,21 +77,10 @@ class SharedSequences:
         named = {name: value for name, value in named.items() if value is not None}
         self._check_same(named)
         refuse_arguments(named)
-        sequence = self._cut(named) if self.cuts else self._as_cut(named)
-        before = self._calls
-        with self._running(sequence):
-            output = model(**named)
-        if self.model.has_windows and not self.model.windows:
-            raise RuntimeError(
-                f"sequence_parallel_size: {type(self._module).__name__} has layers with a sliding window, and its "
-                "attention is not told of it; train this model with sequence_parallel_size 1"
-            )
-        if self._calls == before:
-            raise RuntimeError(
-                f"sequence_parallel_size: no attention of {type(self._module).__name__} has seen the whole sequence; "
-                "let it call zero.attention(q, k, v), or F.scaled_dot_product_attention inside zero.shared_attention()"
-            )
-        return self._with_loss(output, named) if self.cuts else output
+        if (graph := torch.is_grad_enabled()) in self._to_compare and begins():
+            self._compare(named)
+            self._to_compare -= {graph, False}
+        return self._forward(model, named)
 
     @property
     def shares(self) -> bool:
@@ -128,7 +126,70 @@ class SharedSequences:
                 f"sequence have {fitting[0].size} positions: only attention of a sequence to itself is shared"
             )
         self._calls += 1
-        return self._mode, fitting[0]
+        return self._section.mode, fitting[0]
+
+    def _forward(self, model: Callable[..., Any], named: dict[str, Any]) -> Any:
+        sequence = self._cut(named) if self.cuts else self._as_cut(named)
+        self.model.given = set(named)
+        before = self._calls
+        with self._running(sequence):
+            output = model(**named)
+        if self.model.has_windows and not self.model.windows:
+            raise RuntimeError(
+                f"sequence_parallel_size: {type(self._module).__name__} has layers with a sliding window, and its "
+                "attention is not told of it; train this model with sequence_parallel_size 1"
+            )
+        if self._calls == before:
+            raise RuntimeError(
+                f"sequence_parallel_size: no attention of {type(self._module).__name__} has seen the whole sequence; "
+                "let it call zero.attention(q, k, v), or F.scaled_dot_product_attention inside zero.shared_attention()"
+            )
+        if not self.cuts or (loss := loss_in(output)) is None:
+            return output
+        sums = self._section.reduction == "sum" or "num_items_in_batch" in named  # by which a part is divided already
+        return combined(output, loss, self._count(output, named, sums), sums, self._axis)
+
+    def _compare(self, named: Mapping[str, Any]) -> None:
+        """Raise RuntimeError, on all ranks, where a part of this batch gives something else on pieces."""
+        self._cut(dict(named))  # errors of the whole batch come first
+        first, halves = _first(named), self._section.mode == "ring"
+        rows, length = named[first].shape[:2]
+        cut = [name for name, each in named.items() if self._has_sequence(name, each, rows, length)]
+        cut += [name for name in ("attention_mask",) if name in named and name not in cut]
+        part = part_of(named, first, cut, self._axis.size, halves)
+        sequence, mask = self._cut(dict(part)), part.get("attention_mask")
+        several = any(sum(mark >= 0 for mark in borders[:-1]) > 1 for _, borders in sequence.documents)
+        seen = torch.ones(part[first].shape[1], dtype=torch.bool, device=part[first].device)
+        if mask is not None and not several:
+            seen = (mask != 0).all(0)  # one process computes something for padding
+
+        def shared() -> Any:
+            return self._forward(self._module, dict(part))
+
+        targets = [name for name in _targets(part) if name in cut]
+        weighed = f"the mean over {f'{targets[0]} >= 0' if targets else 'all positions'}"
+        if self._section.reduction == "sum" or self._section.count:
+            weighed = "a sum" if self._section.reduction == "sum" else f"the mean over the sum of {self._section.count}"
+        compare(self._module, sequence, functools.partial(self._whole, part, several), shared, seen, weighed)
+
+    def _whole(self, part: Mapping[str, Any], several: bool) -> Any:
+        """The model on whole sequences, as in one process; but those of several documents are told to attention."""
+        named = {name: each for name, each in part.items() if name not in _BORDERS}
+        first, mask = named[_first(named)], named.get("attention_mask")
+        positions = named.get("position_ids")
+        if positions is None:
+            positions = self.model.positions(named.get("input_ids"), mask, first)
+        if several or not self.model.is_theirs:
+            named["position_ids"] = positions
+        if not several:
+            return self._module(**named)
+        named.pop("attention_mask", None)
+        rows, length = first.shape[:2]
+        documents = grouped(_documents(part, rows, length))
+        alone = Sequence(world_of_one().point(), pieces(length, 1, False), documents)
+        self.model.begins(alone, positions, mask)
+        with self._running(alone):
+            return self._module(**named)
 
     @contextlib.contextmanager
     def _running(self, sequence: Sequence) -> Iterator[None]:
@@ -180,21 +241,15 @@ class SharedSequences:
         """Cut the arguments; documents come from positions, from a mask, or from cumulative lengths."""
         first = named[_first(named)]
         rows, length, ranks = *first.shape[:2], self._axis.size
-        halves = self._mode == "ring"
+        halves = self._section.mode == "ring"
         more = -length % (ranks * (1 + halves))
-        mask, positions = named.pop("attention_mask", None), named.get("position_ids")
-        borders, *_ = [named.pop(name, None) for name in _BORDERS]
-        if borders is not None:
-            documents = documents_of_lengths(borders.tolist(), rows, length)
-        elif positions is None and mask is None:
-            documents = [(0, length)] * rows
-        else:
-            documents = documents_of(positions, mask, rows, length)
+        documents = _documents(named, rows, length)
+        mask, positions, *_ = (named.pop(name, None) for name in ("attention_mask", "position_ids", *_BORDERS))
         if more:  # padding is behind all others
             documents = [(*each[:-1], ~length, length + more) for each in documents]
         if positions is None:
             positions = self.model.positions(named.get("input_ids"), mask, first)
-            named["position_ids"] = positions
+        named["position_ids"] = positions
         self._shift(named)
         sequence = Sequence(self._axis, pieces(length + more, ranks, halves), grouped(documents))
         self.model.begins(sequence, positions, mask)
@@ -213,17 +268,19 @@ class SharedSequences:
             named[name] = sequence.piece(pad(named[name], behind, value=fill) if more else named[name])
         if not self._told:
             self._told = True
-            rank_zero(logging.INFO, "%s ranks share each sequence (%s): cut are %s", ranks, self._mode, ", ".join(cut))
+            rank_zero(
+                logging.INFO, "%s ranks share each sequence (%s): cut are %s", ranks, self._section.mode, ", ".join(cut)
+            )
         return sequence
 
     def _has_sequence(self, name: str, value: Any, rows: int, length: int) -> bool:
-        if self._names:
-            return name in {*self._names, "position_ids", "shift_labels"}
+        if self._section.cut:
+            return name in {*self._section.cut, "position_ids", "shift_labels"}
         return isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[:2] in ((rows, length), (1, length))
 
     def _shift(self, named: dict[str, Any]) -> None:
         """Labels of the next token are shifted before the cut, so that no pair of tokens is cut apart."""
-        if "labels" not in named or "shift_labels" in named or not huggingface.shifts(self._module, self._names):
+        if "labels" not in named or "shift_labels" in named or not huggingface.shifts(self._module, self._section.cut):
             return
         named["shift_labels"] = pad(named["labels"][:, 1:], (0, 1), value=IGNORED)
         named["labels"] = named["shift_labels"]  # without which no loss is computed
@@ -241,53 +298,32 @@ class SharedSequences:
         self.model.begins(sequence, whole, None if masks.all() else masks)
         return sequence
 
-    def _with_loss(self, output: Any, named: Mapping[str, Any]) -> Any:
-        """The output with the loss of all ranks that share the batch."""
-        loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-        inside = isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor)
-        loss = output[0] if loss is None and inside else loss
-        if not isinstance(loss, torch.Tensor) or loss.ndim:
-            return output
-        count = None
-        if "num_items_in_batch" not in named:  # else it is a part of a sum, divided by it
-            targets = _targets(named)
-            count = float((named[targets[0]] >= 0).sum()) if targets else 1.0
-            if self._unnamed:
+    def _count(self, output: Any, named: Mapping[str, Any], sums: bool) -> float:
+        """What the loss of this rank's piece counts: as the model says, or the JSON, or by its labels."""
+        count, told = count_in(output), self._section.count
+        if count is None and sums:
+            return 1.0
+        targets = _targets(named)
+        if count is None and told and told not in targets:
+            if (
+                not isinstance(named.get(told), torch.Tensor)
+                or named[told].shape[1:2] != named["position_ids"].shape[1:2]
+            ):
                 raise ValueError(
-                    f"sequence_parallel_size: {self._unnamed} has negative numbers; where they say what the loss "
-                    "leaves out, call it labels or targets, so that a rank's loss weighs what it counts"
+                    f"zero.context.count: got '{told}', and no argument of this forward that is called so is cut; "
+                    f"wanted one of {', '.join(name for name, each in named.items() if isinstance(each, torch.Tensor))}"
                 )
-        loss = _Mean.apply(loss, count, self._axis)
-        if isinstance(output, torch.Tensor):
-            return loss
-        if inside and not hasattr(output, "loss"):
-            return (loss, *output[1:])
-        output.loss = loss
-        return output
-
-
-class _Mean(torch.autograd.Function):
-    """The mean of the ranks' losses by their counts, or the sum where there are none.
-
-    The same on all ranks, each of which has its backward: so a gradient is multiplied by the number of ranks, as by
-    torch's differentiable all-gather, and the mean over ranks is right for both.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, count: float | None, axis: Axis) -> torch.Tensor:
-        own = 1.0 if count is None else count
-        told = torch.stack([loss.double() if own else loss.new_zeros((), dtype=torch.float64), loss.new_tensor(own)])
-        values, counts = comm.gather_scalars(told, axis, "loss").unbind(1)
-        total = (values * counts).sum()
+            count = float(named[told].double().sum())
+        if count is None and self._unnamed:
+            raise ValueError(
+                f"sequence_parallel_size: {self._unnamed} has negative numbers; where they say what the loss "
+                "leaves out, call it labels or targets, so that a rank's loss weighs what it counts"
+            )
         if count is None:
-            ctx.factor = float(axis.size)
-            return total.to(loss.dtype)
-        ctx.factor = own / max(counts.sum().item(), 1.0) * axis.size
-        return (total / counts.sum()).to(loss.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return grad * ctx.factor, None, None
+            count = float((named[targets[0]] >= 0).sum()) if targets else 1.0
+        if not 0 <= count < math.inf:
+            raise ValueError(f"sequence_parallel_size: the loss of a piece counts {count}; wanted at least 0")
+        return count
 
 
 def _first(named: Mapping[str, Any]) -> str:
@@ -302,6 +338,14 @@ def _first(named: Mapping[str, Any]) -> str:
     return known[0]
 
 
+def _documents(named: Mapping[str, Any], rows: int, length: int) -> list[Documents]:
+    """The documents of each row, by cumulative lengths, by positions or by a mask."""
+    mask, positions, borders, *_ = map(named.get, ("attention_mask", "position_ids", *_BORDERS))
+    if borders is not None:
+        return documents_of_lengths(borders.tolist(), rows, length)
+    return [(0, length)] * rows if positions is None and mask is None else documents_of(positions, mask, rows, length)
+
+
 def _targets(named: Mapping[str, Any]) -> list[str]:
     """The arguments in which what is negative, as padding, is left out of the loss."""
     return [name for name in named if ("label" in name or "target" in name) and _are_integers(named[name])]
@@ -309,16 +353,3 @@ def _targets(named: Mapping[str, Any]) -> list[str]:
 
 def _are_integers(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype != torch.bool
-
-
-def refuse_arguments(named: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments of one forward that a shared sequence does not have."""
-    for name in ("attention_mask", "position_ids"):
-        if name in named and (dims := getattr(named[name], "ndim", 0)) != 2:
-            raise ValueError(
-                f"sequence_parallel_size: got {name} of {dims} dimensions; wanted [rows, length], which tells documents"
-            )
-    if named.get("output_attentions"):
-        raise ValueError("sequence_parallel_size: output_attentions needs all scores on one rank; leave it out")
-    if wrong := [name for name in named if name.startswith(("pixel_values", "mm_token_type", "seq_idx", "cache_pos"))]:
-        raise ValueError(f"sequence_parallel_size: got {', '.join(wrong)}, which is not shared; leave it out")

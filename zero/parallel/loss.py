@@ -1,0 +1,80 @@
+"""The loss of ranks that share a sequence, from those of their pieces, each of which weighs what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+
+from zero.core import comm
+from zero.core.finite import remove_nan
+from zero.core.world import Axis
+
+
+def loss_in(output: Any) -> torch.Tensor | None:
+    """The loss that a model returned: a scalar, by itself, first in a tuple, or called so; None where there is none."""
+    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, MutableMapping):
+        loss = output.get("loss")
+    elif loss is None and isinstance(output, tuple) and output:
+        loss = output[0]
+    return loss if isinstance(loss, torch.Tensor) and not loss.ndim else None
+
+
+def count_in(output: Any) -> float | None:
+    """What a loss counts, of a model that returned (loss, count); None where it said nothing."""
+    if not isinstance(output, tuple) or len(output) != 2 or isinstance(output[1], bool):
+        return None
+    count = output[1]
+    scalar = isinstance(count, torch.Tensor) and not count.ndim and not count.requires_grad
+    return float(count) if scalar or isinstance(count, (int, float)) else None
+
+
+def combined(output: Any, loss: torch.Tensor, count: float, sums: bool, axis: Axis) -> Any:
+    """The output with the loss of all pieces in place of this one's, and with the sum of counts if it has one.
+
+    It is the sum of the ranks' losses if `sums`, else their mean by what each counts.
+    """
+    if not sums and not count and loss.grad_fn is not None:
+        remove_nan(loss)
+    loss, total = _Combined.apply(loss, count, sums, axis)
+    if isinstance(output, torch.Tensor):
+        return loss
+    if count_in(output) is not None:
+        told = output[1]
+        return loss, total.to(told) if isinstance(told, torch.Tensor) else type(told)(total)
+    if isinstance(output, tuple):
+        return output._replace(loss=loss) if hasattr(output, "loss") else (loss, *output[1:])
+    if isinstance(output, MutableMapping):
+        output["loss"] = loss
+    else:
+        output.loss = loss
+    return output
+
+
+class _Combined(torch.autograd.Function):
+    """The mean of the ranks' losses by their counts, or their sum; and the sum of counts.
+
+    The same on all ranks, each of which has its backward: so a gradient is multiplied by the number of ranks, as by
+    torch's differentiable all-gather, and the mean over ranks is right for both.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: torch.Tensor, count: float, sums: bool, axis: Axis
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own = loss.double() if count or sums else loss.new_zeros((), dtype=torch.float64)
+        told = torch.stack([own, own.new_tensor(count)])
+        values, counts = comm.gather_scalars(told, axis, "loss").unbind(1)
+        total = counts.sum()
+        ctx.mark_non_differentiable(total)
+        if sums:
+            ctx.factor = float(axis.size)
+            return values.sum().to(loss.dtype), total
+        ctx.factor = count / total.item() * axis.size if count else 0.0
+        return ((values * counts).sum() / total).to(loss.dtype), total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        return grad * ctx.factor, None, None, None
