@@ -78,18 +78,3 @@ class FirstNotFinite:
                     return max(1, self.backwards), at + index
             at += len(unit.plan.params)
         return None
-
-
-def remove_nan(loss: torch.Tensor) -> None:
-    """Let the backward of a loss that counts nothing, a 0 / 0 perhaps, bring zeros where it makes NaN of zeros."""
-
-    def cleaned(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if grad is None else grad.masked_fill(grad.isnan(), 0) for grad in grads)
-
-    left, seen = [loss.grad_fn], set()
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen and not hasattr(node, "variable"):  # a leaf would keep the hook
-            seen.add(node)
-            node.register_prehook(cleaned)
-            left += [each for each, _ in node.next_functions]

@@ -65,7 +65,8 @@ def weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
             nodes += [before for before, _ in node.next_functions]
         after_backward(lambda: [handle.remove() for handle in handles])
 
-    finite.register_hook(begins)
+    if finite.requires_grad:
+        finite.register_hook(begins)
     return finite * factor
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zero.core import comm
-from zero.core.finite import remove_nan
+from zero.core.micro_batches import weighted
 from zero.core.world import Axis
 
 
@@ -36,8 +36,8 @@ def combined(output: Any, loss: torch.Tensor, count: float, sums: bool, axis: Ax
 
     It is the sum of the ranks' losses if `sums`, else their mean by what each counts.
     """
-    if not sums and not count and loss.grad_fn is not None:
-        remove_nan(loss)
+    if not sums and not count:
+        loss = weighted(loss, 0.0).to(loss.dtype)  # whatever a mean over nothing is
     loss, total = _Combined.apply(loss, count, sums, axis)
     if isinstance(output, torch.Tensor):
         return loss
@@ -64,8 +64,7 @@ class _Combined(torch.autograd.Function):
     def forward(
         ctx: Any, loss: torch.Tensor, count: float, sums: bool, axis: Axis
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        own = loss.double() if count or sums else loss.new_zeros((), dtype=torch.float64)
-        told = torch.stack([own, own.new_tensor(count)])
+        told = torch.stack([loss.double(), loss.new_tensor(count, dtype=torch.float64)])
         values, counts = comm.gather_scalars(told, axis, "loss").unbind(1)
         total = counts.sum()
         ctx.mark_non_differentiable(total)
