@@ -80,13 +80,12 @@ class RunRequest:
     bind_core_list: str | None = None
     quiet: bool = False
     as_deepspeed: bool = False
-    no_local_rank: bool = False
     config: ConfigFlags = field(default_factory=ConfigFlags)
 
     @property
     def gives_local_rank(self) -> bool:
         """Whether scripts get `--local_rank=N`: of DeepSpeed's launchers the one that uses ssh gives it."""
-        return self.as_deepspeed and not self.no_local_rank and self.hosts.launcher == "ssh"
+        return self.as_deepspeed and not self.hosts.no_local_rank and self.hosts.launcher == "ssh"
 
     def command(self, local: int) -> list[str]:
         """The command line of rank number `local` of its host."""
@@ -183,7 +182,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_of_others(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the flags of other launchers, which its help does not list."""
-    parser.add_argument("--no_local_rank", action="store_true", help=argparse.SUPPRESS)
     for flag in _ALWAYS:
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     for flag in _REFUSED:
