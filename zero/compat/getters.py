@@ -145,7 +145,7 @@ class DeepSpeedGetters:
 
     def print_forward_breakdown(self, fwd_time: float) -> None:
         """Log the milliseconds of a forward, as the script has timed them."""
-        rank_zero(logging.INFO, "forward: %.2f ms", fwd_time)
+        rank_zero(logging.INFO, "forward: %s ms", fwd_time)
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
