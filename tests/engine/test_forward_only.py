@@ -42,15 +42,15 @@ def trained(stage: int, looks: int | None, first: bool = False, **more: Any) -> 
     by the one that trains."""
     net = built(stage)
     looker = make(net, looks, False, **more) if first else None
-    seen_first = [seen(looker)] if first else []
+    found = [seen(looker)] if first else []
     engine = make(net, stage, True, **more)
     losses = [step(engine, 0)]
     if looks is not None and not first:
         looker = make(net, looks, False, **more)
-    found = seen_first + [seen(engine if looker is None else looker)]
+    found.append(seen(looker or engine))
     for number in range(1, STEPS):
         losses.append(step(engine, number))
-        found.append(seen(engine if looker is None else looker))
+        found.append(seen(looker or engine))
     if looker is not None:
         assert isinstance(looker, zero.Engine) and looker.module is net and looker.optimizer is None
         assert all(map(torch.equal, looker.module_state_dict().values(), engine.module_state_dict().values()))
@@ -58,9 +58,7 @@ def trained(stage: int, looks: int | None, first: bool = False, **more: Any) -> 
             with pytest.raises(RuntimeError, match="this engine only runs forward; another one has its model by now"):
                 call()
         looker.destroy()
-        losses.append(step(engine, STEPS))
-    else:
-        losses.append(step(engine, STEPS))
+    losses.append(step(engine, STEPS))
     engine.destroy()
     if looker is not None:
         with pytest.raises(RuntimeError, match="the engine that had this model is gone"):
