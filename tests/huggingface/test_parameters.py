@@ -80,6 +80,26 @@ def test_a_file_is_named_by_the_values_of_a_cut_model(door: Pool, tiny: Path) ->
     assert door.run(2, hashed, str(tiny), 3) == [True, True]
 
 
+def saved(path: str) -> list[str]:
+    """What is said where rank 0 saves a cut model, and where the file is loaded."""
+    with opened():
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=filled(3))
+        with listening() as said:
+            if engine.global_rank == 0:
+                torch.save(engine.module.state_dict(), path)
+                with pytest.raises(RuntimeError, match=r"no values of parameter '(weight|bias)'"):
+                    torch.load(path, weights_only=False)
+        engine.destroy()
+        return said
+
+
+def test_a_program_may_save_a_cut_model_but_nobody_loads_nothing(door: Pool, tmp_path: Path) -> None:
+    first, second = door.run(2, saved, str(tmp_path / "saved.bin"))
+    assert len(first) == 1 and "the file has no values and cannot be loaded" in first[0] and second == []
+
+
 def names_of_parameters(number: int) -> list[Any]:
     """What `ds_...` say of one parameter: outside of, and inside of a gathering."""
     with opened():

@@ -75,6 +75,26 @@ def write_trl(name: str, data: Path) -> None:
     write_rows(data / "rows", name)
 
 
+def write_chats(data: Path) -> None:
+    """Sums with a right and a wrong answer, by the name of a set that the program knows, and a bf16 model of bytes.
+
+    Its blocks have more parameters than stay gathered with the JSON in the program's code.
+    """
+    import transformers
+    from datasets import Dataset, DatasetDict
+
+    make_model(data / "model")
+    tokenizer = transformers.ByT5Tokenizer()  # of those that have a `save_vocabulary` to be called
+    tokenizer.save_pretrained(data / "model")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": len(tokenizer)}
+    config = transformers.AutoConfig.from_pretrained(data / "model", **sizes)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(data / "model")
+    rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b}0"} for a in range(8) for b in range(8)]
+    sets = {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[::8])}
+    DatasetDict(sets).save_to_disk(data / "Dahoas" / "rm-static")
+
+
 def write_letters(data: Path) -> None:
     """A cache of the hub with a tiny Bert, a text of letters, and pairs, labelled by the half of the alphabet."""
     import hub  # Transformers and datasets take seconds to import
@@ -110,8 +130,9 @@ def write_wikitext(data: Path) -> None:
 
 
 def printed(folder: Path) -> Log:
-    """Losses and accuracies that a program prints, in their order."""
-    found = re.findall(r"(loss|Accuracy of [^:]*?) *: +([\w.]+)", folder.with_name(f"{folder.name}.log").read_text())
+    """Losses, scores and accuracies that a program prints, in their order."""
+    number = r"(?: *:)? +(-?\d[\w.-]*|nan|inf)"
+    found = re.findall(f"(loss|Accuracy of [^:]*?|chosen_last_scores [^:]*?){number}", folder.with_name(f"{folder.name}.log").read_text())
     return [{name: float(value)} for name, value in found]
 
 
@@ -217,6 +238,41 @@ _OPENRLHF = {
     "ckpt.output_dir": "{out}/model",
     "logger.tensorboard_dir": "{out}/board",
 }
+_CHAT = {
+    "model_name_or_path": "{data}/model",
+    "data_path": "{data}/Dahoas/rm-static",
+    "data_output_path": "{out}/data",
+    "data_split": "1,0,0",
+    "output_dir": "{out}/model",
+    "zero_stage": "{stage}",
+    "dtype": "bf16",
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 4,
+    "num_train_epochs": 2,
+    "max_seq_len": 16,
+    "learning_rate": 1e-2,
+}
+
+
+def chat(step: str, load: Callable[[Path], Weights], split: str) -> Program:
+    """One of DeepSpeed-Chat's programs, which save a model at the end, and no checkpoint to resume from."""
+    return Program(
+        f"DeepSpeedExamples/applications/DeepSpeed-Chat/training/{step}/main.py",
+        words({**_CHAT, "data_split": split}),
+        write_chats,
+        lambda folder: load(folder / "model"),
+        checkpoint=None,
+        log=printed,
+        packages=2,
+        dtype="bf16",
+    )
+
+
+def of_torch(folder: Path) -> Weights:
+    """What torch loads."""
+    return torch.load(folder / "pytorch_model.bin", weights_only=True)
+
+
 PROGRAMS = {
     "run_clm.py": Program(
         f"{_EXAMPLES}/language-modeling/run_clm.py",
@@ -258,6 +314,9 @@ PROGRAMS = {
         checkpoint=None,
         log=printed,
     ),
+    "DeepSpeed-Chat-1": chat("step1_supervised_finetuning", _CAUSAL, "1,0,0"),
+    "DeepSpeed-Chat-2": chat("step2_reward_model_finetuning", of_torch, "0,1,0"),
+    "DeepSpeed-Chat-2-dpo": chat("step2_dpo_finetuning", _CAUSAL, "0,1,0"),
     "train_bert_ds.py": Program(
         "DeepSpeedExamples/training/HelloDeepSpeed/train_bert_ds.py",
         words({"checkpoint_dir": "{out}", "tokenizer": "{data}/tokenizer", **_HELLO}),

@@ -21,7 +21,7 @@ from zero.config.read import read
 from zero.core.access import LostWrite
 from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import Owner, is_released, owner_of
-from zero.core.released import Placeholder
+from zero.core.released import Placeholder, unsaved
 from zero.log import log_once
 
 __getattr__ = finder(__name__, {})
@@ -152,7 +152,14 @@ def _cpu(self: Placeholder, *args: Any) -> torch.Tensor:
         return param.detach().to("cpu", copy=True)
 
 
+def _reduce(self: Placeholder, protocol: Any) -> Any:
+    """Let programs save a state_dict that they save again with its values, as DeepSpeed-Chat does on rank 0 alone."""
+    log_once(logging.WARNING, "a state_dict of cut parameters is saved: the file has no values and cannot be loaded")
+    return unsaved, (self.parameter,)
+
+
 Placeholder.cpu = _cpu
+Placeholder.__reduce_ex__ = _reduce
 
 
 def _of_cut(param: nn.Parameter, name: str) -> Owner:
