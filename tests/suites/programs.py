@@ -132,7 +132,10 @@ def write_wikitext(data: Path) -> None:
 def printed(folder: Path) -> Log:
     """Losses, scores and accuracies that a program prints, in their order."""
     number = r"(?: *:)? +(-?\d[\w.-]*|nan|inf)"
-    found = re.findall(f"(loss|Accuracy of [^:]*?|chosen_last_scores [^:]*?){number}", folder.with_name(f"{folder.name}.log").read_text())
+    found = re.findall(
+        f"(loss|Accuracy of [^:]*?|chosen_last_scores [^:]*?){number}",
+        folder.with_name(f"{folder.name}.log").read_text(),
+    )
     return [{name: float(value)} for name, value in found]
 
 
@@ -254,7 +257,7 @@ _CHAT = {
 }
 
 
-def chat(step: str, load: Callable[[Path], Weights], split: str) -> Program:
+def chat(step: str, load: Callable[[Path], Weights], split: str, *stages: int) -> Program:
     """One of DeepSpeed-Chat's programs, which save a model at the end, and no checkpoint to resume from."""
     return Program(
         f"DeepSpeedExamples/applications/DeepSpeed-Chat/training/{step}/main.py",
@@ -263,6 +266,7 @@ def chat(step: str, load: Callable[[Path], Weights], split: str) -> Program:
         lambda folder: load(folder / "model"),
         checkpoint=None,
         log=printed,
+        stages=stages,
         packages=2,
         dtype="bf16",
     )
@@ -306,6 +310,13 @@ PROGRAMS = {
         )
         for name, more in (("sft", {}), ("dpo", {}), ("grpo", GRPO))
     },
+    "dpo-precomputed": Program(
+        "trl/scripts/dpo.py",
+        words({**_MODEL, **TRL, "dataset_name": "{data}/rows", "precompute_ref_log_probs": "True"}),
+        partial(write_trl, "dpo"),
+        _CAUSAL,
+        log=logged_by_trl,
+    ),
     "cifar10_deepspeed.py": Program(
         "DeepSpeedExamples/training/cifar/cifar10_deepspeed.py",
         words({"epochs": 4, "log-interval": 1, "dtype": "fp32", "stage": "{stage}"}),
@@ -314,9 +325,11 @@ PROGRAMS = {
         checkpoint=None,
         log=printed,
     ),
-    "DeepSpeed-Chat-1": chat("step1_supervised_finetuning", _CAUSAL, "1,0,0"),
-    "DeepSpeed-Chat-2": chat("step2_reward_model_finetuning", of_torch, "0,1,0"),
-    "DeepSpeed-Chat-2-dpo": chat("step2_dpo_finetuning", _CAUSAL, "0,1,0"),
+    "DeepSpeed-Chat-1": chat("step1_supervised_finetuning", _CAUSAL, "1,0,0", 0, 2, 3),
+    "DeepSpeed-Chat-2": chat("step2_reward_model_finetuning", of_torch, "0,1,0", 0, 2),
+    # With another head: before it is drawn, Transformers draws embeddings at stage 3 that it does not elsewhere.
+    "DeepSpeed-Chat-2-cut": chat("step2_reward_model_finetuning", of_torch, "0,1,0", 3),
+    "DeepSpeed-Chat-2-dpo": chat("step2_dpo_finetuning", _CAUSAL, "0,1,0", 0, 2, 3),
     "train_bert_ds.py": Program(
         "DeepSpeedExamples/training/HelloDeepSpeed/train_bert_ds.py",
         words({"checkpoint_dir": "{out}", "tokenizer": "{data}/tokenizer", **_HELLO}),
