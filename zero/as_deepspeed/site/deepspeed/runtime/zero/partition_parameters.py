@@ -158,8 +158,8 @@ def _reduce(self: Placeholder, protocol: Any) -> Any:
     return unsaved, (self.parameter,)
 
 
-Placeholder.cpu = _cpu
-Placeholder.__reduce_ex__ = _reduce
+for _name, _value in {"cpu": _cpu, "__reduce_ex__": _reduce}.items():
+    setattr(Placeholder, _name, _value)
 
 
 def _of_cut(param: nn.Parameter, name: str) -> Owner:
