@@ -252,3 +252,28 @@ def test_shapes_placements_and_state_are_said() -> None:
     assert "    blocks.1.up.weight    25x12         rank 0 [0:300]" in text
     assert "not updated" in text
     engine.destroy()
+
+
+def test_what_is_only_told_a_count_or_a_time_ends_no_run(caplog: pytest.LogCaptureFixture):
+    engine = alone()[0]
+    speed, forward = engine.tput_timer, engine.timers("forward")
+    speed.stop(global_step=True)  # what was not started counts nothing
+    for _ in range(2):
+        forward.start()
+        speed.start()
+        engine(*batch(0, 2))
+        speed.stop(global_step=True, report_speed=False)
+        forward.stop(record=True)
+        forward.stop()
+    assert speed.global_step_count == speed.micro_step_count == forward.count == 2
+    assert speed.avg_samples_per_sec() == pytest.approx(2 * 2 / speed.seconds) and speed.batch_size == 2
+    speed.update_epoch_count()
+    assert (engine.tput_timer.epoch_count, engine.tput_timer.micro_step_count) == (1, 0)
+    assert engine.timers("forward") is forward and list(engine.timers.get_timers()) == ["forward"]
+    mean = engine.timers.get_mean(["forward", "never"], reset=False)["forward"]
+    assert 2 * mean == pytest.approx(forward.elapsed(reset=False)) and mean >= 1e3 * speed.seconds / 2 > 0
+    with caplog.at_level("INFO", "zero"):
+        engine.timers.log(["forward", "never"], memory_breakdown=True, ranks=[0])
+        engine.print_forward_breakdown(1.5)
+    assert f"time (ms) | forward: {2 * mean:.2f}" in caplog.text and "forward: 1.5 ms" in caplog.text
+    assert forward.elapsed() == 0.0, "the log began it again"

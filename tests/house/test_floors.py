@@ -28,7 +28,7 @@ FLOORS = {
     for number, names in {
         0: "log compat compat.names",
         1: "errors config plan launch",
-        2: "kernels watchdog compat.bitsandbytes",
+        2: "kernels watchdog compat.bitsandbytes compat.timers",
         3: "memory",
         4: "core",
         5: "parallel examples optim data checkpoint recompute monitor compat.mpu compat.getters",

@@ -76,6 +76,16 @@ def test_behind_a_door_it_is_zero_and_that_is_said_once(script: Path, command: s
     assert beside.count(f"deepspeed is zero, as version {VERSION}; the installed DeepSpeed {REAL} is not used") == 1
 
 
+def test_each_rank_gets_its_local_rank_and_the_line_that_says_so(script: Path) -> None:
+    script.write_text("import os, sys; print(' '.join([*sys.argv[1:], os.environ['LOCAL_RANK']]) + '\\n', end='')")
+    door = f"{PYTHON} -m zero run --as-deepspeed --num_gpus 2"
+    said, beside = run(f"{door} ask.py a", script)
+    assert sorted(said) == ["--local_rank=0 a 0", "--local_rank=1 a 1"]
+    assert beside.count("--no_local_rank leaves it out") == 1
+    said, beside = run(f"{door} --no_local_rank ask.py a", script)
+    assert (sorted(said), beside.count("local_rank")) == (["a 0", "a 1"], 0)
+
+
 def test_a_process_that_a_script_starts_finds_zero_too(script: Path) -> None:
     script.write_text(
         "import zero.as_deepspeed, subprocess, sys, multiprocessing as mp\n"

@@ -48,6 +48,58 @@ def test_pretrained_weights_arrive_in_the_dtype_of_the_json(door: Pool, tiny: Pa
     assert door.run(2, loaded_dtypes, str(tiny), True) == [({"torch.float32"}, True)] * 2
 
 
+def hash_module(module: torch.nn.Module) -> list[torch.Tensor]:
+    """As TRL's function of this name reads a model, so that a file of what it has computed is named by it."""
+    found = []
+    for _, tensor in sorted(module.state_dict().items()):
+        found.append(tensor.cpu())
+    return found
+
+
+def hashed(model: str, stage: int) -> bool:
+    """Whether it reads the values of the file, before there is an engine and with one; others are refused."""
+    from safetensors.torch import load_file
+
+    with opened():
+        import deepspeed
+
+        file = sorted(load_file(f"{model}/model.safetensors").items())
+        made = pretrained(model, filled(stage))
+        found = [hash_module(made)]
+        engine, *_ = deepspeed.initialize(model=made, config=filled(stage))
+        found.append(hash_module(made))
+        if stage == 3:
+            with pytest.raises(RuntimeError, match="was released when"):
+                [each.cpu() for each in made.state_dict().values()]
+        engine.destroy()
+        names = sorted(made.state_dict())
+    return all(torch.equal(found[0][names.index(name)], each) for name, each in file) and all(map(torch.equal, *found))
+
+
+def test_a_file_is_named_by_the_values_of_a_cut_model(door: Pool, tiny: Path) -> None:
+    assert door.run(2, hashed, str(tiny), 3) == [True, True]
+
+
+def saved(path: str) -> list[str]:
+    """What is said where rank 0 saves a cut model, and where the file is loaded."""
+    with opened():
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=filled(3))
+        with listening() as said:
+            if engine.global_rank == 0:
+                torch.save(engine.module.state_dict(), path)
+                with pytest.raises(RuntimeError, match=r"no values of parameter '(weight|bias)'"):
+                    torch.load(path, weights_only=False)
+        engine.destroy()
+        return said
+
+
+def test_a_program_may_save_a_cut_model_but_nobody_loads_nothing(door: Pool, tmp_path: Path) -> None:
+    first, second = door.run(2, saved, str(tmp_path / "saved.bin"))
+    assert len(first) == 1 and "the file has no values and cannot be loaded" in first[0] and second == []
+
+
 def names_of_parameters(number: int) -> list[Any]:
     """What `ds_...` say of one parameter: outside of, and inside of a gathering."""
     with opened():

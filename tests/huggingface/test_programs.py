@@ -13,6 +13,7 @@ from huggingface_cases import GRPO, KEPT, STEPS, TRL, logged, run_script, script
 from ranks import Pool
 from safetensors.torch import load_file
 
+PRECOMPUTED = {"precompute_ref_log_probs": "True"}
 PEFT = {"use_peft": "True", "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]}
 
 
@@ -24,17 +25,17 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "peft", "resumed"),
-    [("sft", {}, 3), ("dpo", PEFT, 1), ("grpo", {}, 2)],
+    [("sft", {}, 3), ("dpo", PEFT, 1), ("dpo", PRECOMPUTED, 3), ("grpo", {}, 2)],
     ids=lambda value: value if isinstance(value, str) else "LoRA" if value == PEFT else str(value or "whole"),
 )
 def test_a_script_has_the_same_bits_on_all_stages_and_resumed(
     door: Pool, tiny: Path, tmp_path: Path, name: str, peft: dict[str, Any], resumed: int
 ) -> None:
     script = Path(importlib.util.find_spec("trl").origin).parent / "scripts" / f"{name}.py"
-    data = tmp_path / "data"
-    write_rows(data, name)
 
     def run(number: int, out: Path, **more: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+        data = out / "data"  # of its own: nothing is found that another run has computed
+        write_rows(data, name)
         config = tmp_path / f"{number}.json"
         config.write_text(json.dumps(settings(number)))
         given = {"model_name_or_path": tiny, "dataset_name": data, "output_dir": out, "deepspeed": config}

@@ -30,7 +30,7 @@ TAKEN = [
     ("--launcher_args=-v", "hosts.launcher_args", ("-v",)),
     ("--module", "module", True),
     ("--no_python", "no_python", True),
-    ("--no_local_rank", "script_args", ()),
+    ("--no_local_rank", "hosts.no_local_rank", True),
     ("--no_ssh", "hosts.no_ssh", True),
     ("--no_ssh_check", "hosts.no_check", True),
     ("--force_multi", "script_args", ()),

@@ -67,6 +67,26 @@ def test_flags_for_the_nodes_go_along() -> None:
     assert decode(there.hosts.world or "") == WORLD
 
 
+@pytest.mark.parametrize(
+    ("flags", "given"),
+    [
+        ((), False),
+        (("--as-deepspeed",), True),
+        (("--as-deepspeed", "--no_python"), True),
+        (("--as-deepspeed", "--no_local_rank"), False),
+        (("--as-deepspeed", "--launcher", "slurm"), False),  # as DeepSpeed's runners of Slurm and MPI
+        (("--as-deepspeed", "--launcher", "openmpi"), False),
+    ],
+    ids=str,
+)
+def test_a_local_rank_comes_before_the_arguments_where_deepspeed_gives_one(flags: tuple, given: bool) -> None:
+    asked = job(*flags, "t.py", "--lr", "1")
+    words = asked.node_words("1")
+    for made in asked.request, request(*words[words.index("run") + 1 :]):
+        command = made.command(3)
+        assert command[command.index("t.py") :] == ["t.py", *["--local_rank=3"] * given, "--lr", "1"]
+
+
 def lines_for_sh(made: Job) -> list[str]:
     """What a shell on each host gets, worked out from the command lines as the launcher's program does."""
     found = backends.commands(made)

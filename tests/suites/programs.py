@@ -75,6 +75,30 @@ def write_trl(name: str, data: Path) -> None:
     write_rows(data / "rows", name)
 
 
+def write_chats(data: Path) -> None:
+    """Sums with a right and a wrong answer, by the name of a set that the program knows, and a bf16 model of bytes.
+
+    Its blocks have more parameters than stay gathered with the JSON in the program's code.
+    """
+    import transformers
+    from datasets import Dataset, DatasetDict
+
+    make_model(data / "model")
+    tokenizer = transformers.ByT5Tokenizer()  # of those that have a `save_vocabulary` to be called
+    tokenizer.save_pretrained(data / "model")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": len(tokenizer)}
+    config = transformers.AutoConfig.from_pretrained(data / "model", **sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(data / "model")
+    config.save_pretrained(data / "critic")
+    critic = {f"rwtransformer.{name}": value for name, value in model.model.state_dict().items()}
+    torch.save({**critic, "v_head.weight": model.lm_head.weight[:1].clone()}, data / "critic" / "pytorch_model.bin")
+    rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b}0"} for a in range(8) for b in range(8)]
+    sets = {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[::8])}
+    DatasetDict(sets).save_to_disk(data / "Dahoas" / "rm-static")
+
+
 def write_letters(data: Path) -> None:
     """A cache of the hub with a tiny Bert, a text of letters, and pairs, labelled by the half of the alphabet."""
     import hub  # Transformers and datasets take seconds to import
@@ -110,9 +134,11 @@ def write_wikitext(data: Path) -> None:
 
 
 def printed(folder: Path) -> Log:
-    """Losses and accuracies that a program prints, in their order."""
-    found = re.findall(r"(loss|Accuracy of [^:]*?) *: +([\w.]+)", folder.with_name(f"{folder.name}.log").read_text())
-    return [{name: float(value)} for name, value in found]
+    """Losses, scores and accuracies that a program prints, in their order."""
+    text = folder.with_name(f"{folder.name}.log").read_text()
+    number = r"(?: *:)? +(-?\d[\w.-]*|nan|inf)"
+    found = re.findall(f"([lL]oss|Accuracy of [^:]*?|chosen_last_scores [^:]*?){number}", text)
+    return [{name.lower(): float(value)} for name, value in found]
 
 
 def on_the_board(folder: Path) -> Log:
@@ -217,6 +243,57 @@ _OPENRLHF = {
     "ckpt.output_dir": "{out}/model",
     "logger.tensorboard_dir": "{out}/board",
 }
+_CHAT = {
+    "model_name_or_path": "{data}/model",
+    "data_path": "{data}/Dahoas/rm-static",
+    "data_output_path": "{out}/data",
+    "data_split": "0,1,0",
+    "output_dir": "{out}/model",
+    "zero_stage": "{stage}",
+    "dtype": "bf16",
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 4,
+    "num_train_epochs": 2,
+    "max_seq_len": 16,
+    "learning_rate": 1e-2,
+}
+
+
+_PPO = {
+    **{key: _CHAT[key] for key in ("data_path", "data_output_path", "output_dir", "dtype")},
+    **{f"{who}_zero_stage": "{stage}" for who in ("actor", "critic")},
+    **{f"{who}_learning_rate": 1e-3 for who in ("actor", "critic")},
+    "actor_model_name_or_path": "{data}/model",
+    "critic_model_name_or_path": "{data}/critic",
+    "per_device_generation_batch_size": 4,
+    "per_device_training_batch_size": 4,
+    "max_prompt_seq_len": 8,
+    "max_answer_seq_len": 8,
+    "data_split": "0,0,1",
+    "seed": 1234,
+}
+
+
+def chat(step: str, load: Callable[[Path], Weights], options: dict[str, Any], *stages: int) -> Program:
+    """One of DeepSpeed-Chat's programs, which save a model at the end, and no checkpoint to resume from."""
+    return Program(
+        f"DeepSpeedExamples/applications/DeepSpeed-Chat/training/{step}/main.py",
+        words(options),
+        write_chats,
+        lambda folder: load(folder / "model"),
+        checkpoint=None,
+        log=printed,
+        stages=stages,
+        packages=2,
+        dtype="bf16",
+    )
+
+
+def of_torch(folder: Path) -> Weights:
+    """What torch loads."""
+    return torch.load(folder / "pytorch_model.bin", weights_only=True)
+
+
 PROGRAMS = {
     "run_clm.py": Program(
         f"{_EXAMPLES}/language-modeling/run_clm.py",
@@ -250,6 +327,13 @@ PROGRAMS = {
         )
         for name, more in (("sft", {}), ("dpo", {}), ("grpo", GRPO))
     },
+    "dpo-precomputed": Program(
+        "trl/scripts/dpo.py",
+        words({**_MODEL, **TRL, "dataset_name": "{data}/rows", "precompute_ref_log_probs": "True"}),
+        partial(write_trl, "dpo"),
+        _CAUSAL,
+        log=logged_by_trl,
+    ),
     "cifar10_deepspeed.py": Program(
         "DeepSpeedExamples/training/cifar/cifar10_deepspeed.py",
         words({"epochs": 4, "log-interval": 1, "dtype": "fp32", "stage": "{stage}"}),
@@ -258,6 +342,12 @@ PROGRAMS = {
         checkpoint=None,
         log=printed,
     ),
+    "DeepSpeed-Chat-1": chat("step1_supervised_finetuning", _CAUSAL, {**_CHAT, "data_split": "1,0,0"}, 0, 2, 3),
+    "DeepSpeed-Chat-2": chat("step2_reward_model_finetuning", of_torch, _CHAT, 0, 2),
+    # With another head: before it is drawn, Transformers draws embeddings at stage 3 that it does not elsewhere.
+    "DeepSpeed-Chat-2-cut": chat("step2_reward_model_finetuning", of_torch, _CHAT, 3),
+    "DeepSpeed-Chat-2-dpo": chat("step2_dpo_finetuning", _CAUSAL, _CHAT, 0, 2, 3),
+    "DeepSpeed-Chat-3": chat("step3_rlhf_finetuning", lambda folder: _CAUSAL(folder / "actor"), _PPO, 0, 2, 3),
     "train_bert_ds.py": Program(
         "DeepSpeedExamples/training/HelloDeepSpeed/train_bert_ds.py",
         words({"checkpoint_dir": "{out}", "tokenizer": "{data}/tokenizer", **_HELLO}),

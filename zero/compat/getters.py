@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from zero.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
 from zero.core.mixed_precision import DTYPES
+from zero.log import rank_zero
 
 
 def _key(path: str, meaning: str = "") -> Callable[[Any], Any]:
@@ -129,6 +132,20 @@ class DeepSpeedGetters:
     def local_rank(self) -> int:
         """This process among those of its host, as its launcher says."""
         return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @functools.cached_property
+    def timers(self) -> SynchronizedWallClockTimer:
+        """Timers of the script's own by name; `wall_clock_breakdown` of the JSON shows the engine's phases."""
+        return SynchronizedWallClockTimer()
+
+    @functools.cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """Told of epochs, and of steps to be timed; `steps_per_print` shows the engine's own samples per second."""
+        return ThroughputTimer(self.train_batch_size())
+
+    def print_forward_breakdown(self, fwd_time: float) -> None:
+        """Log the milliseconds of a forward, as the script has timed them."""
+        rank_zero(logging.INFO, "forward: %s ms", fwd_time)
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""

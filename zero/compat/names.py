@@ -7,7 +7,6 @@ from collections.abc import Mapping
 _ONE_KIND = "zero has data parallelism only so far"
 _LOADS = "every checkpoint loads at any world size and stage by itself"
 _OWN_FILES = "checkpoints of zero have no such file; client state comes from engine.load_checkpoint"
-_TIMES = '"wall_clock_breakdown": true in the JSON'
 _NOT_BUILT = "the feature that it steers is not in zero; leave it out"
 _DECIDES = "the JSON decides: what there is a key for needs no module of its own"
 _CALLS_ENGINE = "the methods of the engine, which has no part with this name"
@@ -114,7 +113,6 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.runtime.zero.tiling": "deepspeed.zero.TiledLinear",
     "deepspeed.utils.tensor_fragment": "deepspeed.utils, where the functions safe_get_... and safe_set_... are",
     "deepspeed.utils.z3_leaf_module": "deepspeed.utils, where these functions are",
-    "deepspeed.utils.timer": _TIMES,
     "deepspeed.utils.nvtx": "torch.profiler",
     "deepspeed.utils.init_on_device": "zero.Init, or torch.device as a context",
     "deepspeed.utils.OnDevice": "zero.Init, or torch.device as a context",
@@ -123,8 +121,6 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.checkpoint.utils.get_model_ckpt_name_for_rank": _OWN_FILES,
     "deepspeed.utils.zero_to_fp32.get_model_state_file": _OWN_FILES,
     "deepspeed.utils.zero_to_fp32.get_optim_files": _OWN_FILES,
-    "engine.timers": _TIMES,
-    "engine.tput_timer": _TIMES,
     "engine.loaded_checkpoint_dp_world_size": _LOADS,
     "engine.set_data_post_process_func": _NOT_BUILT,
     "engine.set_custom_curriculum_learning_schedule": _NOT_BUILT,

@@ -222,6 +222,14 @@ class Placeholder(Tensor):
         return id(self)
 
 
+def unsaved(parameter: str) -> None:
+    """What a file has in place of a parameter that was released when it was saved: loading it raises RuntimeError."""
+    raise RuntimeError(
+        f"this file has no values of parameter '{parameter}', which was released when state_dict() was saved; "
+        "engine.save_16bit_model() or module_state_dict(), called by all ranks, have the weights whole"
+    )
+
+
 @functools.cache
 def released_class(kind: type, mixin: type[Released]) -> type:
     """The class that a parameter of class `kind` has while it is released."""

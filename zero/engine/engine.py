@@ -24,6 +24,7 @@ from zero.engine.checkpoint.load import CheckpointLoader
 from zero.engine.checkpoint.save import CheckpointSaver
 from zero.engine.compiling import BlockCompiler
 from zero.engine.description import Description, describe
+from zero.engine.forward_only import acting, retire
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.progress import Progress
 from zero.engine.state_offload import StateOffload
@@ -44,11 +45,17 @@ R = TypeVar("R")
 L = TypeVar("L", Loader, None)
 
 
-def _method_of(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of the engine that is `method` of one of its parts, with its signature and docstring."""
+def _method_of(
+    part: str, method: Callable[Concatenate[Any, P], R], forward: bool = False
+) -> Callable[Concatenate[Any, P], R]:
+    """A method of the engine that is `method` of one of its parts, with its signature and docstring.
+
+    `forward`: an engine that only runs forward may be asked for it, too.
+    """
 
     @functools.wraps(method)
     def call(engine: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        engine = acting(engine) if forward else engine
         engine._status.check_not_destroyed()
         return method(getattr(engine, part), *args, **kwargs)
 
@@ -102,9 +109,9 @@ class Engine(DeepSpeedGetters, nn.Module):
             optimizer.whole_step = lambda: this().step()
         self._sharded: ShardedModule | None = sharded  # last: from here on there is something to destroy
 
-    forward = _method_of("_training", TrainingStep.forward)
-    generate = _method_of("_training", TrainingStep.generate)
-    gathered_for_generation = _method_of("_training", TrainingStep.gathered_for_generation)
+    forward = _method_of("_training", TrainingStep.forward, forward=True)
+    generate = _method_of("_training", TrainingStep.generate, forward=True)
+    gathered_for_generation = _method_of("_training", TrainingStep.gathered_for_generation, forward=True)
     backward = _method_of("_training", TrainingStep.backward)
     scale = _method_of("_training", TrainingStep.scale)
     zero_grad = _method_of("_training", TrainingStep.zero_grad)
@@ -124,7 +131,7 @@ class Engine(DeepSpeedGetters, nn.Module):
     load_checkpoint = _method_of("_loading", CheckpointLoader.load_checkpoint)
     take_weights = _method_of("_loading", CheckpointLoader.take_weights)
 
-    module_state_dict = _method_of("_weights", Weights.module_state_dict)
+    module_state_dict = _method_of("_weights", Weights.module_state_dict, forward=True)
     load_module_state_dict = _method_of("_weights", Weights.load_module_state_dict)
     stream_weights = _method_of("_weights", Weights.stream_weights)
     weight_updates = _method_of("_updates", WeightUpdates.weight_updates)
@@ -279,10 +286,8 @@ class Engine(DeepSpeedGetters, nn.Module):
             self._progress.log_end()
         finally:
             sharded.world.watchdog.close()
-            self._status.destroyed = True
             self._accumulation.close()
-            self._sharded = self._training = self._saving = self._loading = None
-            self._weights = self._offload = self._compiler = None
+            retire(self)
             if optimizer is not None:
                 optimizer.unbind()  # else a reference to it would keep the state alive
         if (error := saving.error()) is not None:
@@ -296,6 +301,9 @@ class Engine(DeepSpeedGetters, nn.Module):
         """
         if self.__dict__.get("_sharded") is None or sys.is_finalizing():
             return  # destroyed, or never made
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._undo_parts()
         self._sharded.leave()
         if self.optimizer is not None:

@@ -46,6 +46,7 @@ from zero.engine.assignment import assigned_run
 from zero.engine.data_ranks import DataRanks, data_ranks
 from zero.engine.description import run_facts
 from zero.engine.engine import Engine
+from zero.engine.forward_only import follower, hand_over, made, sharer
 from zero.engine.joining import init_distributed, refuse_alone
 from zero.engine.precision import make_loss_scaler
 from zero.launch.contract import INITIALIZED
@@ -178,6 +179,12 @@ def _make_engine(
         sizes = shard_size, settings.secondary_shard_size
         meshes = Meshes(world, sharding, *sizes, zero.reduce, zero.timeout, data.tp, cp)
         with world.watchdog.call(Phase.INITIALIZE):
+            _agree(model, groups, settings, sharding, world)
+            if (other := sharer(model, settings)) is not None and zero_optimizer is None:
+                world.watchdog.close()
+                return follower(other)
+            if other is not None and other.optimizer is None:
+                hand_over(other)
             sharded = _wrap(model, groups, sharding, world, meshes, device, settings, shard_optimizer, recomputing)
             if zero_optimizer is not None:
                 sharded.reducer.divisor = settings.predivide
@@ -190,7 +197,7 @@ def _make_engine(
                 how = zero.context, not data.cp, data.training_only
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
             over = meshes.along(*DATA)
-            engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing)
+            engine = made(Engine(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing))
     except BaseException:
         recomputing.undo()
         if sharing is not None:
@@ -202,6 +209,17 @@ def _make_engine(
     engine._progress.log_start()
     engine.monitor.open(settings, lambda: run_facts(engine), number)
     return engine
+
+
+def _agree(model: nn.Module, groups: Groups, settings: Config, sharding: Sharding, world: World) -> None:
+    """Raise ValueError on all ranks where no engine can be made, or they would not make the same; collective."""
+    leaf = settings.zero_optimization.leaf_module
+    mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
+    refused = refusals(model, bool(groups), sharding.params or is_enabled(settings.zero_optimization))
+    refused += unwritable(settings.zero.alarm)
+    alike(refused or description(model, groups, settings), world, "the ranks do not initialize the same engine")
+    if refused:
+        raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
 
 
 def _wrap(
@@ -226,16 +244,7 @@ def _wrap(
         quantized=settings.zero_optimization.zero_quantized_gradients,
     )
     params = [group["params"] for group in groups]
-    section = settings.zero_optimization
-    leaf = section.leaf_module
-    mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
-    limits = Limits.of_section(section)
-    what = "the ranks do not initialize the same engine"
-    refused = refusals(model, bool(groups), sharding.params or is_enabled(section))
-    refused += unwritable(settings.zero.alarm)
-    alike(refused or description(model, groups, settings), world, what)
-    if refused:
-        raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
+    limits = Limits.of_section(settings.zero_optimization)
     if names := in_channels_last(model):
         text = "%s in channels_last, the first '%s': made contiguous; inputs may stay"
         rank_zero(logging.WARNING, text, counted(len(names), "parameter"), names[0])

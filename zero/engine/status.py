@@ -11,6 +11,7 @@ class Status:
     step_applied: whether the last step changed parameters. not_finite: steps of this engine with a loss of inf or NaN.
     half_updated: why the weights are those of no step; only `destroy()` is left then.
     half_loaded: the same after a load that was broken off; another load repairs it.
+    follows: it has no parameters any more, and only runs the forward of the engine that has.
     generating: inside `gathered_for_generation`. streams: loops over weights that go out, which have not ended.
     """
 
@@ -20,7 +21,7 @@ class Status:
         self.not_finite = 0
         self.half_updated: str | None = None
         self.half_loaded: str | None = None
-        self.destroyed = self.generating = False
+        self.destroyed = self.generating = self.follows = False
         self.streams = 0
         self._optimizer = optimizer
 
@@ -52,6 +53,8 @@ class Status:
 
     def check_not_destroyed(self) -> None:
         """Raise RuntimeError after `destroy()`."""
+        if self.follows:
+            raise RuntimeError("this engine only runs forward; another one has its model by now: call that one")
         if self.destroyed:
             raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
 

@@ -53,6 +53,7 @@ class Job:
             "--bind_cores_to_rank": request.bind_cores,
             "--quiet": request.quiet,
             "--as-deepspeed": request.as_deepspeed,
+            "--no_local_rank": request.as_deepspeed and not request.gives_local_rank,
             "--stdin": request.hosts.stdin,
             "--no_env_files": True,  # what they say stands in front of this already
         }

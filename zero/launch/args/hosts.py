@@ -34,6 +34,7 @@ class HostFlags:
     no_check: bool = False
     env_file: str | None = None
     no_env_files: bool = False
+    no_local_rank: bool = False  # of DeepSpeed's launcher: see RunRequest.gives_local_rank
     world: str | None = None  # as HostWorld.encode writes it, in place of a hostfile
     stdin: bool = False  # the launcher's messages come by it, see node/launcher_pipe.py
 
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "variables for all ranks, as in ~/.zero_env and .zero_env (lines NAME=VALUE)"
     how.add_argument("--env_file", metavar="FILE", help=about)
     how.add_argument("--no_env_files", action="store_true", help="do not read ~/.zero_env, .zero_env and DeepSpeed's")
+    how.add_argument("--no_local_rank", action="store_true", help=argparse.SUPPRESS)
     how.add_argument("--world", help=argparse.SUPPRESS)
     how.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
 

@@ -19,12 +19,13 @@ _ABOUT = """Run a training script with one process per GPU of this machine, or w
 a hostfile, with one process for each slot of its hosts.
 
 Each process finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
-environment, as under torchrun. No --local_rank is added to the arguments of the script: read LOCAL_RANK.
+environment, as under torchrun. No --local_rank is added to the arguments of the script, but under --as-deepspeed, as
+DeepSpeed's launcher does; there --no_local_rank leaves it out.
 The exit status is that of the first rank that failed, or 128 + n when signal n killed it."""
 # Flags of DeepSpeed or torchrun: taken for what is always so here, or refused with what to do instead.
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _QUIET = _LEVELS[2:]
-_ALWAYS = ("--no_local_rank", "--force_multi", "--standalone")
+_ALWAYS = ("--force_multi", "--standalone")
 _MEETING = "the hosts of a --hostfile find each other, at --master_addr and --master_port if you give them"
 _ELASTIC = "--max_restarts N restarts the ranks, with --min_nodes M on fewer hosts when some are lost"
 _REFUSED = {
@@ -81,13 +82,19 @@ class RunRequest:
     as_deepspeed: bool = False
     config: ConfigFlags = field(default_factory=ConfigFlags)
 
-    def command(self) -> list[str]:
-        """The command line of every rank."""
+    @property
+    def gives_local_rank(self) -> bool:
+        """Whether scripts get `--local_rank=N`: of DeepSpeed's launchers the one that uses ssh gives it."""
+        return self.as_deepspeed and not self.hosts.no_local_rank and self.hosts.launcher == "ssh"
+
+    def command(self, local: int) -> list[str]:
+        """The command line of rank number `local` of its host."""
+        script = [self.script, *([f"--local_rank={local}"] if self.gives_local_rank else []), *self.script_args]
         if self.no_python:
-            return [self.script, *self.script_args]
+            return script
         mode = ["-m"] if self.module else []
         # -u, so that the last lines of a rank that dies are not lost in a buffer
-        return [sys.executable, "-u", *mode, self.script, *self.script_args]
+        return [sys.executable, "-u", *mode, *script]
 
     def check(self) -> None:
         """Raise `LaunchError` for what can be known to be wrong before anything starts."""

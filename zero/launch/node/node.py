@@ -136,13 +136,13 @@ class Node:
             raise LaunchError(f"--log_dir: cannot make a folder in {folder}: {error.strerror}") from error
 
     def _ranks(self, attempt: Attempt, shared: dict[str, str], folder: Path) -> list[RankProcess]:
-        words = command(self._request, self._plan, ends=self.rendezvous.host is not None)
         run_id, most = self.rendezvous.run_id, self.rendezvous.max_restarts
         ranks = []
         for local, rank in enumerate(attempt.world.ranks(attempt.node)):
             own = folder / str(local)
             variables = {**shared, **environment(attempt, local, run_id, most, own)}
             captured = self.outputs is not None
+            words = command(self._request, self._plan, local, ends=self.rendezvous.host is not None)
             ranks.append(RankProcess(rank, Command(words, None, variables), own, captured, bool(self._request.log_dir)))
         return ranks
 

@@ -83,6 +83,8 @@ def plan(request: RunRequest, gpus: int) -> NodePlan:
     if request.as_deepspeed:
         notes += [] if here.node or as_deepspeed.is_open(os.environ) else [as_deepspeed.note()]
         shared.update(as_deepspeed.variables({**os.environ, **shared}))
+    if request.gives_local_rank and not here.node:
+        notes.append("the script gets --local_rank=N, as from DeepSpeed's launcher; --no_local_rank leaves it out")
     if request.config.file is not None:
         shared[CONFIG] = os.path.abspath(request.config.file)
     if request.config.sets:
@@ -104,19 +106,24 @@ def plan(request: RunRequest, gpus: int) -> NodePlan:
     return NodePlan(here.world, here.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes), bound)
 
 
-def command(request: RunRequest, plan: NodePlan, ends: bool) -> list[str]:
-    """The command line of every rank of this machine; `ends`: the rank is to end when its launcher is killed."""
+def command(request: RunRequest, plan: NodePlan, local: int, ends: bool) -> list[str]:
+    """The command line of rank number `local` here; `ends`: the rank is to end when its launcher is killed."""
+    words = request.command(local)
     if not (ends or plan.bound):
-        return request.command()
+        return words
     bound = ";".join(",".join(map(str, one)) for one in plan.bound)
-    return [sys.executable, "-I", "-S", bind.__file__, str(os.getpid()) if ends else "", bound, *request.command()]
+    return [sys.executable, "-I", "-S", bind.__file__, str(os.getpid()) if ends else "", bound, *words]
 
 
 def lines(request: RunRequest, plan: NodePlan) -> list[str]:
     """The command lines of all ranks of this machine, as a shell would take them."""
-    words = shlex.join(command(request, plan, ends=False))
     return [
-        " ".join(f"{key}={shlex.quote(value)}" for key, value in plan.environment(local).items()) + f" {words}"
+        " ".join(
+            [
+                *(f"{key}={shlex.quote(value)}" for key, value in plan.environment(local).items()),
+                shlex.join(command(request, plan, local, ends=False)),
+            ]
+        )
         for local in range(plan.ranks)
     ]
 

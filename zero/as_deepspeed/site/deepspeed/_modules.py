@@ -67,6 +67,7 @@ MODULES = {
     "sequence": Names(modules="layer"),
     "sequence.layer": Names(refused=("DistributedAttention", "_SeqAllToAll")),
     "utils.groups": Names(_from(_HELPERS, _SHARING)),
+    "utils.timer": Names(_from("zero.compat.timers", "SynchronizedWallClockTimer ThroughputTimer")),
     "utils.torch": Names(_from(_HELPERS, "required_torch_version")),
 }
 """By their paths below `deepspeed`; whatever is not here and in no file of its own is not in zero."""

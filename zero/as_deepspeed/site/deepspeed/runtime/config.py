@@ -13,6 +13,8 @@ __getattr__ = finder(__name__, {"DeepSpeedConfigError": "zero.config:ConfigError
 
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adagrad", "adam", "adamw", "lamb"
 LION_OPTIMIZER, MUON_OPTIMIZER = "lion", "muon"
+# Not in zero; programs compare the name of theirs with these.
+ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER = "onebitadam", "onebitlamb", "zerooneadam"
 
 
 class DeepSpeedConfig:

@@ -10,6 +10,7 @@ __getattr__ = finder(
         **dict.fromkeys(("logger", "log_dist"), "deepspeed.utils.logging"),
         "groups": "deepspeed.utils.groups:",
         "logging": "deepspeed.utils.logging:",
+        "timer": "deepspeed.utils.timer:",
         "torch": "deepspeed.utils.torch:",
         "zero_to_fp32": "deepspeed.utils.zero_to_fp32:",
         "RepeatingLoader": "zero",

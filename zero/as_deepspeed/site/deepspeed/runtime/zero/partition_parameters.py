@@ -21,6 +21,7 @@ from zero.config.read import read
 from zero.core.access import LostWrite
 from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import Owner, is_released, owner_of
+from zero.core.released import Placeholder, unsaved
 from zero.log import log_once
 
 __getattr__ = finder(__name__, {})
@@ -140,6 +141,25 @@ class _NoParameters(nn.Module):
     def ds_external_parameters(self) -> tuple[()]:
         """None."""
         return ()
+
+
+def _cpu(self: Placeholder, *args: Any) -> torch.Tensor:
+    """`Tensor.cpu` of a state_dict: the values where TRL tells models apart by a hash of them, on all ranks alike."""
+    param = None if self.source is None else self.source[0]()
+    if param is None or sys._getframe(1).f_code.co_name != "hash_module":
+        return torch.Tensor.cpu(self, *args)
+    with zero.GatheredParameters(param):
+        return param.detach().to("cpu", copy=True)
+
+
+def _reduce(self: Placeholder, protocol: Any) -> Any:
+    """Let programs save a state_dict that they save again with its values, as DeepSpeed-Chat does on rank 0 alone."""
+    log_once(logging.WARNING, "a state_dict of cut parameters is saved: the file has no values and cannot be loaded")
+    return unsaved, (self.parameter,)
+
+
+for _name, _value in {"cpu": _cpu, "__reduce_ex__": _reduce}.items():
+    setattr(Placeholder, _name, _value)
 
 
 def _of_cut(param: nn.Parameter, name: str) -> Owner:
