@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from deepspeed.comm import _engines
 from torch import nn
 from torch.func import functional_call
 
 import zero
+from deepspeed.comm import _engines
 from zero.core.owner import is_released
 from zero.log import rank
 
