@@ -100,6 +100,19 @@ def test_a_parameter_in_two_groups_is_named():
         zero.initialize(model=net, model_parameters=groups, config=config(0, 1))
 
 
+def test_pairs_of_a_name_and_a_parameter_are_taken_as_torch_takes_them():
+    found = []
+    for pairs in (False, True):
+        net = make_net()
+        given = list(net.named_parameters()) if pairs else list(net.parameters())
+        groups = [{"params": given[:3], "lr": 0.5}, {"params": given[3:]}]
+        for params in (given, groups):
+            engine, *_ = zero.initialize(model=net, model_parameters=params, config=config(2, 1))
+            found.append([len(group["params"]) for group in engine.optimizer.param_groups] + [engine.get_lr()])
+            engine.destroy()
+    assert found[:2] == found[2:]
+
+
 def test_groups_that_are_empty_or_frozen_are_left_out():
     net = make_net()
     net.embed.requires_grad_(False)

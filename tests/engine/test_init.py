@@ -219,7 +219,6 @@ READERS = {
     "pickle": pickle.dumps,
     "save": lambda model: torch.save(model, io.BytesIO()),
     "forward": lambda model: model(*batch(0, 2)),
-    "float": lambda model: model.float(),
     "initialise": lambda model: nn.init.zeros_(model.head.weight),
 }
 
@@ -236,6 +235,61 @@ def test_reading_outside_raises_with_the_full_name():
     said = said_by(lambda: zero.Init(module=engine.module))
     assert said.startswith("ValueError: Init(module=...): parameter 'embed.weight' belongs to")
     engine.destroy()
+
+
+CASTS = {
+    "no-op": lambda model: model.to("cpu").float().cpu(),
+    "half": lambda model: model.half(),
+    "one module": lambda model: (model, model.head.bfloat16())[0],
+    "from outside": lambda model: nn.Sequential(model, nn.Linear(2, 2)).to(torch.float16)[0],
+    "a copy": lambda model: copy.deepcopy(model).to("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", CASTS)
+def test_a_built_model_is_moved_and_cast_as_a_plain_one(way):
+    """Nothing is gathered for it; a part that is plain goes along, and what comes in by `initialize` is the same."""
+    plain, cut = make_net(), built_net()
+    for model in (plain, cut):
+        model.blocks[0].register_parameter("scale", nn.Parameter(torch.ones(3)))
+        model.register_buffer("seen", torch.ones(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero.core.comm, "gather", None)
+        cut, plain = CASTS[way](cut), CASTS[way](plain)
+    assert [name for name, param in cut.named_parameters() if not is_released(param)] == ["blocks.0.scale"]
+    assert not differing(cut, plain)
+    built = (lambda: CASTS[way](make_net())), (lambda: CASTS[way](built_net()))
+    found = [run(Model(make), {"stage": 3, "precision": "bf16"}) for make in built]
+    assert same(*found)
+
+
+@pytest.mark.ranks(2)
+def test_a_gathered_model_is_not_cast():
+    model = built_net()
+    with zero.GatheredParameters(model.parameters()):
+        model.float()
+        assert "asked for torch.float16" in said_by(model.half)
+    assert not differing(model, make_net())
+
+
+class Mask(nn.Module):
+    """As Wav2Vec2's: torch's old constructor pays no heed to a device that a context sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.Tensor(8).fill_(3.0))
+        self.up = nn.Linear(8, 8)
+
+
+@pytest.mark.ranks(2)
+def test_a_device_context_is_for_the_models_own_tensors():
+    with zero.Init(), torch.device("meta"):
+        model = nn.Sequential(Mask(), Mask())
+    assert [name for name, param in model.named_parameters() if is_released(param)] == ["0.mask", "1.mask"]
+    assert all(param.is_meta for name, param in model.named_parameters() if "up" in name)
+    with zero.GatheredParameters([each.mask for each in model]):
+        assert all(each.mask.eq(3).all() for each in model)
 
 
 @pytest.mark.ranks(2)

@@ -35,7 +35,7 @@ FLOORS = {
         6: "sizes tiled compat.deepspeed_files compat.import_deepspeed compat.ulysses",
         7: "engine utils checkpointing",
         8: "tools",
-        9: "zero __main__ lightning",
+        9: "init.builder zero __main__ lightning",
         10: "as_deepspeed",
     }.items()
     for name in names.split()
@@ -51,7 +51,7 @@ STEPS_OF_CORE = {"zero.core": 0} | {
         5: "gradients gathering refusals",
         6: "mixed_precision sharded_params",
         7: "unit init init.deferred_param",
-        8: "offload conversion finite init.builder",
+        8: "offload conversion finite",
         9: "ratio prefetcher",
         10: "streaming reducer",
         11: "hooks rounds",

@@ -100,6 +100,78 @@ def test_a_program_may_save_a_cut_model_but_nobody_loads_nothing(door: Pool, tmp
     assert len(first) == 1 and "the file has no values and cannot be loaded" in first[0] and second == []
 
 
+def drawn_without(name: str) -> list[str]:
+    """Names of parameters that differ from a plain model's of the same seed, where Transformers has no such module."""
+    import copy
+
+    with opened(), pytest.MonkeyPatch.context() as patch:
+        import deepspeed
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        patch.delitem(sys.modules, name)
+        sizes = {"num_hidden_layers": 1, "vocab_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+        small = LlamaConfig(hidden_size=16, intermediate_size=16, **sizes)
+        torch.manual_seed(0)
+        plain = LlamaForCausalLM(copy.deepcopy(small))
+        torch.manual_seed(0)
+        with deepspeed.zero.Init(config_dict_or_path=filled(3)):
+            cut = LlamaForCausalLM(small)
+        with zero.GatheredParameters(cut.parameters()):
+            pairs = zip(cut.named_parameters(), plain.parameters(), strict=True)
+            return [name for (name, param), other in pairs if not torch.equal(param, other)]
+
+
+def test_transformers_4_builds_cut_models(door: Pool) -> None:
+    """It has no module `initialization`, and suppresses nothing."""
+    assert door.run(2, drawn_without, "transformers.initialization") == [[]] * 2
+
+
+def saved_by_sentence_transformers(folder: str) -> list[bool]:
+    """Whether its trainer on rank 0, and its model on all ranks, save whole weights and what these compute for a card.
+
+    The library itself is in `make programs`; here are the two methods that are asked, as it has them.
+    """
+    from types import ModuleType, SimpleNamespace
+
+    from safetensors.torch import load_file, save_file
+
+    class BaseModel(torch.nn.Sequential):
+        def save(self, path: str) -> None:
+            save_file({**self.state_dict(), "card": self(torch.ones(1, 4)).detach()}, path)
+
+    class BaseTrainer(SimpleNamespace):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            self.model.save(output_dir)
+
+    with opened(), pytest.MonkeyPatch.context() as patch:
+        import deepspeed
+
+        for kind in (BaseModel, BaseTrainer):
+            module = ModuleType(f"sentence_transformers.base.{kind.__name__.removeprefix('Base').lower()}")
+            setattr(module, kind.__name__, kind)
+            patch.setitem(sys.modules, module.__name__, module)
+        torch.manual_seed(0)
+        plain = BaseModel(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3))
+        wanted = {
+            **{name: value.clone() for name, value in plain.state_dict().items()},
+            "card": plain(torch.ones(1, 4)),
+        }
+        optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+        engine, *_ = deepspeed.initialize(model=plain, optimizer=optimizer, config=filled(3))
+        state = engine._zero3_consolidated_16bit_state_dict()
+        if engine.global_rank == 0:
+            BaseTrainer(model=plain)._save(f"{folder}/trainer", state)
+        plain.save(f"{folder}/model")
+        assert engine(torch.ones(1, 4)).equal(wanted["card"])
+        engine.destroy()
+        found = map(load_file, (f"{folder}/trainer", f"{folder}/model") if engine.global_rank == 0 else ())
+        return [all(each[name].equal(value) for name, value in wanted.items()) for each in found]
+
+
+def test_sentence_transformers_saves_whole_weights(door: Pool, tmp_path: Path) -> None:
+    assert door.run(2, saved_by_sentence_transformers, str(tmp_path)) == [[True, True], []]
+
+
 def names_of_parameters(number: int) -> list[Any]:
     """What `ds_...` say of one parameter: outside of, and inside of a gathering."""
     with opened():

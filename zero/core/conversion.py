@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import is_released, owner_of
 from zero.core.unit import Unit
 
@@ -15,46 +17,72 @@ _NAME = "_apply"  # what all of them call, on each module below too
 
 
 class Conversion:
-    """Stands in a module's `_apply`; the copy of a module that it comes along with gets the ordinary one."""
+    """Stands in a module's `_apply`; what pickles the module gets the ordinary one."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """Convert buffers; RuntimeError, before anything is changed, where `fn` would change a parameter."""
+        """Convert what is plain as torch does, and shards of `zero.Init`, which stay where they lie.
+
+        RuntimeError, before anything is changed, where `fn` would change a parameter of an engine, or one that is
+        gathered.
+        """
         module = self._module
-        kept = [param for param in module.parameters(recurse) if owner_of(param) is not None]
-        if not kept:
+        ours = {param: _dtype_after(param, fn) for param in module.parameters(recurse) if _is_ours(param)}
+        if not ours:
             return type(module)._apply(module, fn, recurse)
-        for param in kept:
-            before = torch.empty((2,) * param.ndim, dtype=param.dtype, device=param.device)
-            after = fn(before)
-            if after is not before:
-                raise RuntimeError(
-                    f"parameter '{owner_of(param).name}': the engine keeps parameters as {before.dtype} on "
-                    f"{before.device}, in memory of its own; asked for {after.dtype} on {after.device}. bf16 and fp16 "
-                    "are sections of the JSON; convert the model before initialize(), or a copy that was made inside "
-                    "zero.GatheredParameters(...)"
-                )
-        for child in module.modules() if recurse else [module]:
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    child._buffers[name] = fn(buffer)
-        for param in kept:
-            if not is_released(param):
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        every, plain = module._parameters, {}
+        for name, param in every.items():
+            if param not in ours:
+                plain[name] = param
+            elif not is_released(param):
                 fn(param)  # such as share_memory_, which changes no values
+            elif param.dtype != ours[param]:
+                owner_of(param).unit.convert(ours[param])
+        module._parameters = plain
+        try:
+            nn.Module._apply(module, fn, recurse=False)
+        finally:
+            every.update(plain)
+            module._parameters = every
         return module
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
+        """The same for the copy of the module, whose parameters may be cut as well."""
+        return Conversion(copy.deepcopy(self._module, memo))
+
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """What copies and saved files get instead."""
+        """What saved files get instead."""
         return getattr, (self._module, _NAME)
 
 
-def guard(module: nn.Module) -> None:
-    """Have every module with parameters answer so, until `unguard`."""
-    for child in module.modules():
-        if next(child.parameters(), None) is not None:
-            vars(child)[_NAME] = Conversion(child)
+def _is_ours(param: nn.Parameter) -> bool:
+    """Whether an engine has its values, or `zero.Init`, but for one that is open in a block, which is a plain one."""
+    owner = owner_of(param)
+    return owner is not None and not (isinstance(owner.unit, DeferredParam) and owner.unit.opened)
+
+
+def _dtype_after(param: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.dtype:
+    """The dtype that `fn` gives the parameter, its own where that is an engine's or gathered; else RuntimeError."""
+    before = torch.empty((2,) * param.ndim, dtype=param.dtype, device=param.device)
+    after, owner = fn(before), owner_of(param)
+    if after is before or (isinstance(owner.unit, DeferredParam) and is_released(param)):
+        return after.dtype
+    raise RuntimeError(
+        f"parameter '{owner.name}': the engine keeps parameters as {before.dtype} on {before.device}, in memory of its "
+        f"own; asked for {after.dtype} on {after.device}. bf16 and fp16 are sections of the JSON; convert the model "
+        "before initialize() and outside of zero.GatheredParameters(...), or a copy that was made inside"
+    )
+
+
+def guard(modules: Iterable[nn.Module]) -> None:
+    """Have each of these modules that has parameters answer so, until `unguard`."""
+    for module in modules:
+        if next(module.parameters(), None) is not None:
+            vars(module)[_NAME] = Conversion(module)
 
 
 def unguard(module: nn.Module) -> None:

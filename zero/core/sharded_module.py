@@ -88,7 +88,7 @@ class ShardedModule:
         for child, awaited in _awaited(module, beside).items():
             self._hooks.setdefault(child, []).append(functools.partial(attach_wait, child, awaited))
         self.hook(self._hooks)
-        guard(module)
+        guard(module.modules())
         tables = [table for child in module.modules() for table in (child._parameters, child._modules)]
         self._tables = [(table, list(table.values())) for table in tables]
 

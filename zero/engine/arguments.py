@@ -135,7 +135,10 @@ def only_one(caller: str, **arguments: Any) -> tuple[str, Any]:
 
 
 def parameter_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> Groups:
-    """Parameter groups as new dicts, without parameters that need no gradient; raises ValueError if none is left."""
+    """Parameter groups as new dicts, without parameters that need no gradient; raises ValueError if none is left.
+
+    As torch's optimizers take them: parameters, pairs of a name and a parameter, or groups of either.
+    """
     items = list(model.parameters() if model_parameters is None else model_parameters)
     if not all(isinstance(item, dict) for item in items):
         items = [{"params": items}]
@@ -144,6 +147,7 @@ def parameter_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -
     for index, item in enumerate(items):
         params = item["params"]
         params = [params] if isinstance(params, torch.Tensor) else list(params)
+        params = [each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in params]
         for param in params:
             if not isinstance(param, torch.Tensor):
                 raise ValueError(f"model_parameters: group {index} holds a {type(param).__name__}; wanted parameters")

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.compat.bitsandbytes import format_of, is_pending
 from zero.core import comm
+from zero.core.conversion import guard
 from zero.core.init.deferred_param import DeferredParam, ShardStorage, manageable
 from zero.core.mesh import Mesh
 from zero.core.owner import owner_of
@@ -104,6 +105,7 @@ class Builder:
         for name, param in module.named_parameters():
             self._take(param, name, self._home(module))
             self._close(lambda home: True)
+        guard(module.modules())
         if running() is not self:
             self._settle()
 
@@ -152,7 +154,7 @@ class Builder:
         ready = [deferred for deferred in self._open if of(deferred.origin) and not deferred.holds]
         if not ready or self._mesh.data.size == 1:
             return
-        busy = torch.tensor([deferred.aliased for deferred in ready], dtype=torch.uint8)
+        busy = torch.tensor([deferred.aliased for deferred in ready], dtype=torch.uint8, device="cpu")
         if self._mesh.shard.native:
             busy = busy.to(local_device())
         comm.broadcast(busy, 0, self._mesh.shard)
@@ -176,6 +178,7 @@ class Builder:
             self._cut([deferred for deferred in self._open if deferred.params])
             for deferred in self._deferred:
                 deferred.finish(self._dtype, local_device(), self._storage)
+            guard(self._homes)
         else:
             for deferred in list(self._deferred):
                 for param in deferred.params:

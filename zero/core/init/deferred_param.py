@@ -179,6 +179,11 @@ class DeferredParam(ShardedParams):
         self.shard.values = storage.put(self.shard.values.to(dtype))
         self.buffer.show_as(dtype, device)
 
+    def convert(self, dtype: torch.dtype) -> None:
+        """The model is cast: round this rank's shard, where it lies."""
+        values = self.shard.values
+        self.finish(dtype, self.params[0].device, ShardStorage(values.device, values.is_pinned()))
+
     def copy(self) -> nn.Parameter:
         """Another parameter with the same values, of which this rank keeps the same shard; nothing is sent."""
         (param,) = self.params

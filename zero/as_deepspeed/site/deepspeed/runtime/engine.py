@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed import _helpers
 from deepspeed._names import finder
+from deepspeed._sentence_transformers import save_whole
 from deepspeed.comm import _engines, init_distributed
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
 from deepspeed.runtime.base_optimizer import kind
@@ -55,6 +56,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     given = inspect.signature(zero.initialize).bind(*args, **kwargs).arguments
     if given.get("dist_init_required") is not False:
         init_distributed()
+    save_whole()
     for name in ("config", "config_params"):
         if given.get(name) is not None:
             given[name] = _fitting(read(given[name]).values, given.get("model"))

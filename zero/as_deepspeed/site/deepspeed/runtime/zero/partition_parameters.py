@@ -74,7 +74,9 @@ def _draw(init_weights: Callable[..., None]) -> None:
 
     While it builds a model at stage 3 it suppresses torch's draws, and its own come later: the same seed gives others.
     """
-    initialization = sys.modules["transformers.initialization"]
+    initialization = sys.modules.get("transformers.initialization")
+    if initialization is None:  # Transformers 4, which suppresses nothing where it loads no file
+        return
     model = sys.modules["transformers.modeling_utils"].PreTrainedModel
     both = ("init_weights", "tie_weights")  # it replaces the second where it loads
     replaced = [each for each in both if getattr(model, each).__module__ == initialization.__name__]
