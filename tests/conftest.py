@@ -26,6 +26,7 @@ import torch
 from device import feed, why_not_here
 from hypothesis import HealthCheck, settings
 from launching import Launchers
+from nodes import LAUNCHERS
 from ranks import Pool
 from real_nodes import Nodes, reason
 
@@ -44,6 +45,10 @@ LONG_SECONDS = 3600.0  # the same of a test that is marked `long`
 LATE = 600.0  # the same of what has begun shortly before the run's time was over (turns.py)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # models are made, none is loaded from elsewhere
+
+# A shell of Slurm, or one that another launcher has started, would have engines of this process join its job.
+for name in filter(LAUNCHERS.match, [*os.environ]):
+    del os.environ[name]
 
 # As in the ranks: on a busy machine, more threads than one stall thousands of small operations.
 torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 from launching import Launched, Launchers
-from nodes import alive, eventually
+from nodes import LAUNCHERS, alive, eventually
 from starting import WHO
 from torch import nn
 
@@ -32,7 +32,6 @@ from zero.engine.meeting import met
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "tests" / "starting.py")
-LAUNCHERS = re.compile(r"(OMPI_|PMIX?_|MPI_|SLURM_|RANK$|LOCAL_|WORLD_SIZE$|MASTER_|ZERO_MET$|TORCHELASTIC_)")
 ROOT_TOO = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 SECONDS = timedelta(seconds=300)  # that nothing takes here, unless it hangs
 
