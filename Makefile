@@ -8,7 +8,8 @@
 # make report  the same .venv, then what is installed, which compiled kernels run here, and how fast
 # make sanitize    the C++ tests of the CPU kernels, built with AddressSanitizer and UBSan
 # make peers   a second environment, .venv-peers, in which benchmarks/kernels.py also meets DeepSpeed
-# make gpu     what only a GPU can show, in parts: its kernels, the engine's tests on it, the benchmarks; PART names some
+# make gpu     what only a GPU can show, in parts: its kernels, the engine's tests on it, the benchmarks; PART names some,
+#              PART=first those for the first six minutes; OUT is the folder of what it finds
 # make clean   remove both environments and everything that was built
 
 PYTHON ?= python3
@@ -79,7 +80,7 @@ sanitize: $(STAMP)
 
 # Where there is a GPU, PYTHON is the one whose torch sees it, and nothing is installed. Elsewhere a stand-in is compiled.
 gpu: $(if $(NVIDIA),,$(STAMP))
-	$(if $(NVIDIA),$(PYTHON),$(VENV)/bin/python) benchmarks/gpu.py $(PART) $(ARGS)
+	$(if $(NVIDIA),$(PYTHON),$(VENV)/bin/python) benchmarks/gpu.py $(PART) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 # DeepSpeed has no place in .venv: it brings libraries of its own and builds C++ where it is first used (minutes), which
 # is done here, so that no benchmark is the first. Its sources need ninja on the PATH.

@@ -1,13 +1,15 @@
 """Everything that a GPU has to show, in parts: what `make gpu` runs.
 
-    python benchmarks/gpu.py                    all parts
+    python benchmarks/gpu.py first              a little of everything, in six minutes
+    python benchmarks/gpu.py                    all the other parts
     python benchmarks/gpu.py kernels core       these
     python benchmarks/gpu.py --list
 
 A part takes less than nine minutes: it is ended then, and counts as cut. What a part found is appended to
-FOLDER/lines.jsonl as it is found, a line for each test, each row of a table that a benchmark printed, and each part.
-Another call builds, and leaves out the parts that passed and of the others the tests that did, so that a machine that
-is lent by the minute can be used by it. What fails is collected: the table at the end and the exit status say it.
+OUT/lines.jsonl as it is found, a line for each test, each row of a table that a benchmark printed, and each part; a run
+that is killed leaves them. Another call builds, and leaves out the parts that passed and of the others the tests that
+did, in this folder or in the lines of another (--again FILE), so that a machine that is lent by the minute can be used
+by it. What fails is collected: the table at the end and the exit status say it.
 
 Where torch sees no GPU the same parts run, with less in each, on a stand-in: a "cuda:0" that tests/cuda_emulation
 compiles for the processor. That shows that the parts run, and that the engine and its tests keep what is on the device
@@ -26,13 +28,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 EMULATION = ROOT / "tests" / "cuda_emulation"
-SECONDS = 530  # of a part
+SECONDS = 530.0  # of a part
 GOOD = ("passed", "skipped")
 BUILD = "build"
 NO_TESTS = 5  # pytest's status where none was left to run
@@ -79,8 +81,27 @@ TINY = "--width 32 --layers 2 --heads 2 --vocab 64 --context 16 --batch 2 --roun
 ACTIVATIONS = "activations.py --rounds 1 --repeat 1 --width 32 --heads 2 --layers 2 --vocab 64 --context 32 --batch 1"
 LOSS = "--loss-vocab 256 --loss-tokens 64 --loss-width 32 --budget 64 --most 256"
 TINY_OFFLOAD = f"{TINY} --warmup 1 --variants none2 cpu2"
+SMALL = "--width 1024 --layers 20 --heads 16 --vocab 50304 --context 1024 --batch 8 --dtype bf16 --rounds 3"
+EACH_STAGE = "tests/core/test_same_numbers.py::test_each_stage_in_each_precision"
+AND_STATE = (
+    "tests/offload/test_offload_numbers.py::test_losses_norms_and_weights_are_those_of_the_device "
+    "tests/checkpoint/test_checkpoint_save.py::test_each_element_is_written_once_and_every_file_is_plain_safetensors "
+    "tests/checkpoint/test_checkpoint_load.py::test_parameters_that_ranks_keep_whole_are_loaded_whole"
+)
+# What `first` stands for, and when each ends on a GPU, in seconds of the call: one leaves its time to the next.
+FIRST = {BUILD: 140, "first-kernels": 190, "first-stages": 240, "first-state": 290, "first-step": 330}
+FIRST["first-adam"] = 355
 PARTS = {
     BUILD: Part("the compiled kernels, always", "benchmarks/gpu.py --build", "benchmarks/gpu.py --build"),
+    "first-kernels": Part("every CUDA kernel", f"{PYTEST} -m gpu -n 4 {KERNELS}", f"{PYTEST} -m gpu {KERNELS}"),
+    "first-stages": tests("each stage in each precision, on one rank and on two", EACH_STAGE, f"-m long {EACH_STAGE}"),
+    "first-state": tests("offload, checkpoints", f"-m 'not long' {AND_STATE}", AND_STATE),
+    "first-step": program(
+        "a step of 304M parameters at stages 0 and 3 beside FSDP2",
+        f"step.py --gpu --ranks 1 --variants fsdp2 zero0 zero3 {SMALL}",
+        f"step.py --ranks 1 --variants fsdp2 zero0 zero3 {TINY}",
+    ),
+    "first-adam": program("fused Adam beside torch's and a copy", "kernels_cuda.py --numel 200000000 --rounds 3"),
     "kernels": Part("every CUDA kernel against torch", f"{PYTEST} -m '' tests/kernels", f"{PYTEST} {KERNELS}"),
     "core": tests("stages x precision x models against plain torch", "tests/core", MATRIX),
     "engine": tests("precision, norms, schedules, formats", "tests/engine", PRECISION),
@@ -129,15 +150,22 @@ class Lines:
         with self.path.open("a") as file:  # one write each: workers of a part may add at the same time
             file.write(json.dumps(line) + "\n")
 
+    def all(self) -> list[dict[str, Any]]:
+        text = self.path.read_bytes()[: self._most].decode() if self.path.exists() else ""
+        return [json.loads(line) for line in text.split("\n")[:-1]]  # a last one without an end was cut off
+
+    def begin(self, earlier: list[dict[str, Any]]) -> None:
+        """Put lines of another file before those of this one, and drop what a machine that was lost half wrote."""
+        own = self.all()
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in (*(e for e in earlier if e not in own), *own)))
+
     def forget(self, parts: Sequence[str]) -> None:
         """Take out what the file says of some parts."""
-        text = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        self.path.write_text("".join(line for line in text if json.loads(line)["part"] not in parts))
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in self.all() if line["part"] not in parts))
 
     def read(self, part: str, kind: str) -> dict[str, dict[str, Any]]:
         """The last line of each test of a part ("test"), or of the part itself ("status"), by name."""
-        text = self.path.read_bytes()[: self._most].decode() if self.path.exists() else ""
-        found = [line for line in map(json.loads, text.splitlines()) if line["part"] == part and kind in line]
+        found = [line for line in self.all() if line["part"] == part and kind in line]
         return {line["test" if kind == "test" else "part"]: line for line in found}
 
 
@@ -176,7 +204,10 @@ def device() -> str:
 def build(folder: Path, gpu: bool) -> None:
     """zero._cpu and zero._cuda beside the sources; without a GPU the stand-in. Soon done where nothing is new."""
     if gpu:
-        required = {**os.environ, "ZERO_REQUIRE_NATIVE": "1", "ZERO_REQUIRE_CUDA": "1"}
+        import torch
+
+        kind = "".join(map(str, torch.cuda.get_device_capability()))  # other kinds would take as long again
+        required = {"ZERO_CUDA_ARCHS": kind, **os.environ, "ZERO_REQUIRE_NATIVE": "1", "ZERO_REQUIRE_CUDA": "1"}
         subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=ROOT, env=required, check=True)
         return
     sys.path.insert(0, str(EMULATION))
@@ -215,23 +246,30 @@ def rows(text: str) -> Iterator[dict[str, str]]:
             yield dict(zip(header, cells, strict=False))
 
 
-def run(command: Sequence[str], log: Path, env: dict[str, str], seconds: float) -> int | None:
-    """The exit status of a command whose output goes to `log`; None where its time was over and it was ended."""
+def run(command: Sequence[str], log: Path, env: dict[str, str], seconds: float, each: Callable[[], None]) -> int | None:
+    """The exit status of a command whose output goes to `log`; None where its time was over and it was ended.
+
+    `each` is called every second, and at the end.
+    """
+    end = time.monotonic() + seconds
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
         try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, min(1.0, end - time.monotonic())))
+                each()
+                if process.returncode is not None or time.monotonic() >= end:
+                    return process.returncode
         finally:
             with contextlib.suppress(ProcessLookupError):  # and what it has started
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-def run_part(name: str, lines: Lines, gpu: str) -> str:
+def run_part(name: str, lines: Lines, gpu: str, seconds: float) -> str:
     """Run one part and add its lines; its status: passed, failed, skipped or cut."""
     folder, part = lines.path.parent, PARTS[name]
     arguments, begin = part.gpu if gpu else part.stand_in, time.monotonic()
@@ -243,17 +281,22 @@ def run_part(name: str, lines: Lines, gpu: str) -> str:
         return "skipped"
     if part.needs:  # what it finds is no test's failure
         lines.forget([name])
-    log = folder / f"{name}.log"
+    log, added = folder / f"{name}.log", 0
+
+    def add_rows() -> None:
+        nonlocal added
+        for row in [*rows(log.read_text(errors="replace").rpartition("\n")[0])][added:]:
+            lines.add(part=name, row=row)
+            added += 1
+
     command = [part.needs or sys.executable, *shlex.split(arguments)]
-    code = run(command, log, environment(lines, name, gpu), SECONDS)
-    for row in rows(log.read_text(errors="replace")):
-        lines.add(part=name, row=row)
+    code = run(command, log, environment(lines, name, gpu), seconds, add_rows)
     outcomes = [line["outcome"] for line in lines.read(name, "test").values()]
     counts = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
     good = code == 0 or (code == NO_TESTS and outcomes and not part.needs)
     status = "cut" if code is None else "passed" if good and "failed" not in counts else "failed"
-    seconds = round(time.monotonic() - begin, 1)
-    lines.add(**done, status=status, code=code, seconds=seconds, log=str(log), **counts)
+    took = round(time.monotonic() - begin, 1)
+    lines.add(**done, status=status, code=code, seconds=took, log=str(log), **counts)
     return status
 
 
@@ -272,38 +315,45 @@ def summary(lines: Lines, names: Sequence[str]) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="run what a GPU has to show, in parts; without one on a stand-in")
-    parser.add_argument("parts", nargs="*", metavar="PART", help="which; all by default")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="which; first: some that take six minutes in all")
     parser.add_argument("--list", action="store_true", help="print the parts and end")
-    parser.add_argument("--again", action="store_true", help="also what passed before")
-    parser.add_argument("--folder", type=Path, help="of lines.jsonl and the logs; out/gpu, or out/stand_in")
+    parser.add_argument("--anew", action="store_true", help="also what passed before")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="of lines: what passed there has passed before, too")
+    parser.add_argument("--out", type=Path, help="folder of lines.jsonl and the logs; out/gpu, or out/stand_in")
     parser.add_argument("--build", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if unknown := [name for name in args.parts if name not in PARTS]:
-        parser.error(f"got {', '.join(unknown)}; wanted some of {', '.join(PARTS)}")
+    if unknown := [name for name in args.parts if name not in ("first", *PARTS)]:
+        parser.error(f"got {', '.join(unknown)}; wanted some of first, {', '.join(PARTS)}")
+    if args.again and not args.again.is_file():
+        parser.error(f"--again: there is no file {args.again}; wanted the lines.jsonl of an earlier call")
     return args
 
 
 def main() -> int:
-    args = parse()
+    begin, args = time.monotonic(), parse()
     if args.list:
         print("\n".join(f"{name:16}{part.about}" for name, part in PARTS.items()))
         return 0
     if args.build:
         build(Path(os.environ["ZERO_GPU_LINES"]).parent, bool(device()))
         return 0
-    gpu, names = device(), [name for name in PARTS if name in (args.parts or PARTS) or name == BUILD]
-    folder = (args.folder or ROOT / "out" / ("gpu" if gpu else "stand_in")).resolve()
+    gpu, first = device(), FIRST if "first" in args.parts else {}
+    wanted = {BUILD, *first, *(args.parts or PARTS.keys() - FIRST.keys())}
+    names = [name for name in PARTS if name in wanted]
+    folder = (args.out or ROOT / "out" / ("gpu" if gpu else "stand_in")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     lines = Lines(folder / "lines.jsonl")
     print(f"on {gpu}" if gpu else NO_GPU, flush=True)
-    if args.again:
+    if args.anew:
         lines.forget(names)
+    lines.begin(Lines(args.again).all() if args.again else [])
     for name in names:
         told = lines.read(name, "status").get(name, {}).get("status")
         if told in GOOD and name != BUILD:  # what was built may have been elsewhere
             print(f"{name}: {told} before", flush=True)
         else:
-            print(f"{name}: {run_part(name, lines, gpu)}", flush=True)
+            seconds = max(1.0, first[name] - time.monotonic() + begin) if gpu and name in first else SECONDS
+            print(f"{name}: {run_part(name, lines, gpu, seconds)}", flush=True)
     print(f"\n{summary(lines, names)}\n\nlines: {lines.path}")
     statuses = [lines.read(name, "status")[name]["status"] for name in names]
     return int(any(status not in GOOD for status in statuses))

@@ -16,6 +16,7 @@ import inspect
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,11 @@ import torch
 from device import feed, why_not_here
 from hypothesis import HealthCheck, settings
 from launching import Launchers
+from nodes import LAUNCHERS
 from ranks import Pool
 from real_nodes import Nodes, reason
 
+pytest_plugins = ["turns"]
 STDERR = pytest.StashKey[int]()
 UNTESTED = "real nodes: not tested here, because "  # a skip that begins so is said again at the end of the run
 
@@ -39,8 +42,13 @@ TOGETHER = {"huggingface"}  # too
 
 SECONDS = 600.0  # that no single test takes, however busy the machine is; the longest takes one of these minutes
 LONG_SECONDS = 3600.0  # the same of a test that is marked `long`
+LATE = 600.0  # the same of what has begun shortly before the run's time was over (turns.py)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # models are made, none is loaded from elsewhere
+
+# A shell of Slurm, or one that another launcher has started, would have engines of this process join its job.
+for name in filter(LAUNCHERS.match, [*os.environ]):
+    del os.environ[name]
 
 # As in the ranks: on a busy machine, more threads than one stall thousands of small operations.
 torch.set_num_threads(1)
@@ -99,6 +107,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test that hangs ends its process, with a traceback of each thread; pytest-xdist then names the test."""
     if not item.config.getoption("usepdb"):
         seconds = LONG_SECONDS if item.get_closest_marker("long") else SECONDS
+        if until := item.config.getoption("until"):
+            seconds = max(60.0, min(seconds, until + LATE - time.time()))
         faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[STDERR])
     try:
         return (yield)

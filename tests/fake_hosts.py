@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -35,17 +36,24 @@ from zero.launch.remote import job_runner, preflight
 from zero.__main__ import main
 sys.exit(main())
 """
+
+
+def in_python(program: str) -> str:
+    """A host that runs a program, which gets its own path; a first line `#!` names no Python whose path has a space."""
+    return f'exec {shlex.quote(sys.executable)} -u -c {shlex.quote(program)} "$0"'
+
+
 # A node that ends as it is told to on its stdin, or with that, and says so.
-OBEYS = f"""#!{sys.executable} -u
+OBEYS = in_python("""
 import json, os, sys
 sys.stdin.readline()  # the job's secret
-name = os.path.basename(sys.argv[0])
-sys.stdout.write(f"up {{name}}\\n")
-told = ({{"kind": "closed", "status": 129}} if not line else json.loads(line) for line in iter(sys.stdin.readline, 0))
+name = os.path.basename(sys.argv[1])
+sys.stdout.write(f"up {name}\\n")
+told = ({"kind": "closed", "status": 129} if not line else json.loads(line) for line in iter(sys.stdin.readline, 0))
 told = next(each for each in told if each["kind"] != "alive")
-sys.stdout.write(f"{{name}} {{json.dumps(told)}}\\n")
+sys.stdout.write(f"{name} {json.dumps(told)}\\n")
 sys.exit(told["status"])
-"""
+""")
 
 
 class Hosts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from launching import Launched, Launchers
 from ports import free_port
 
 ROOT = Path(__file__).parent.parent
+# What launchers tell their ranks.
+LAUNCHERS = re.compile(r"(OMPI_|PMIX?_|MPI_|SLURM_|RANK$|LOCAL_|WORLD_SIZE$|MASTER_|ZERO_MET$|TORCHELASTIC_)")
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _PATIENCE = 240  # seconds that nothing takes here, unless it hangs
 

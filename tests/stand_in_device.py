@@ -15,6 +15,7 @@ import math
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -26,8 +27,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+import zero
 from zero.kernels import cuda, native
 
+PRODUCT = f"{Path(zero.__file__).parent}/"  # a clone may be called zero, too
 DEVICE = torch.device("cuda", 0)
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::index.Tensor", "aten::index_put_", "aten::lift_fresh")
 _READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")  # their results lie on the host
@@ -180,9 +183,9 @@ class StandIn:
 
     def waits(self, what: str) -> None:
         """The host waits for the device, here."""
-        frames = [each for each in traceback.extract_stack() if "/zero/" in each.filename]
+        frames = [each for each in traceback.extract_stack() if each.filename.startswith(PRODUCT)]
         if frames:  # else it is the test that looks
-            self.waited.append(f"{what} in {frames[-1].filename.rpartition('/zero/')[2]}, {frames[-1].name}")
+            self.waited.append(f"{what} in {frames[-1].filename.removeprefix(PRODUCT)}, {frames[-1].name}")
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is on the device."""

@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 from cuda_emulation.site.torch_cuda import Stream
 from fake_nccl import on_fake_nccl
-from stand_in_device import StandIn, StandInEvent, storage_of
+from stand_in_device import PRODUCT, StandIn, StandInEvent, storage_of
 from stream_order import Free, Keep, Launch, Program, Record, Span, Take, Wait
 from torch.utils._pytree import tree_leaves
 
-import zero.core.comm
 from zero.kernels import native
 from zero.kernels.aio import Aio, Request
 from zero.memory.pending_update import PendingUpdate
@@ -35,7 +34,6 @@ from zero.memory.streams import Streams
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 # A wait in these is their caller's.
 PASSED_ON = {"streams.py", "watchdog.py", "comm.py", "pending_update.py", "device_waits.py", "hang_detector.py"}
-PRODUCT = str(Path(zero.core.comm.__file__).parents[1])
 
 
 def site() -> str:

@@ -102,7 +102,6 @@ def hooks_of(net: nn.Module) -> int:
     return of_modules + of_params
 
 
-@only_new()
 def leftovers(stage: int, moment: str, more: dict[str, Any]) -> dict[str, Any]:
     """What is still there after an engine that was destroyed at `moment`."""
     net = make_net()
@@ -129,6 +128,7 @@ def leftovers(stage: int, moment: str, more: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@only_new()
 def all_moments(stage: int) -> dict[str, dict[str, Any]]:
     for more in (BF16, {}):  # imports, and what is made once for the process, such as defaults of sections left out
         leftovers(stage, "in a window", more)

@@ -15,7 +15,7 @@ from closeness import allowed, error, twice
 from marks import longer
 from models import make_net
 from oracle import Training, exact, near, net_backward
-from scenario import differences, runs, same
+from scenario import differences, runs, same, scenario
 from torch import nn
 
 STEPS = 6
@@ -46,6 +46,20 @@ def test_stages_agree_bitwise_and_with_plain_torch(pool, world, accumulation, cl
     losses = torch.tensor([records[0].losses for records in ranks], dtype=torch.float64).T
     assert near(ranks[0][0].weights, Training(world, STEPS, accumulation, clipping), precision, losses)
     assert losses[-1].mean() < losses[0].mean(), "nothing was learnt"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_each_stage_in_each_precision(pool, stage, world, precision):
+    """As above, one at a time: what a GPU shows first (`make gpu PART=first`)."""
+    json = {"stage": stage, "gradient_clipping": 0.3}
+    if precision != "fp32":
+        json[precision] = {"enabled": True, **({"loss_scale": 1024} if precision == "fp16" else {})}
+    for record in scenario(pool, "dealt", json, world, STEPS):
+        assert near(record.weights, Training(world, STEPS, clipping=0.3, scale=1024.0), precision)
+        assert record.losses[-1] < record.losses[0], "nothing was learnt"
 
 
 def test_reducing_at_the_boundary_agrees_in_pairs(pool):

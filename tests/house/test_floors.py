@@ -7,6 +7,7 @@ sources first, so that a rule that sees nothing is not mistaken for one that is 
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import sys
@@ -133,6 +134,7 @@ def imports(tree: ast.AST, package: str, on_use: bool = False) -> Iterator[Impor
         yield from imports(node, package, inside)
 
 
+@functools.cache
 def imports_of(path: Path) -> list[Import]:
     name = module_name(path)
     return list(imports(parsed(path), name if path.stem == "__init__" else name.rpartition(".")[0]))

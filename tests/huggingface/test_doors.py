@@ -54,7 +54,7 @@ def run(command: str, script: Path, status: int = 0) -> tuple[list[str], str]:
 def test_without_a_door_it_is_what_it_was(script: Path) -> None:
     assert run(f"{PYTHON} ask.py", script)[0] == [f"{REAL} {REAL}"]
     asked = shlex.quote("import importlib.util as u; print(u.find_spec('deepspeed'))")
-    assert run(f"PYTHONPATH={ROOT} {PYTHON} -c {asked}", script)[0] == ["None"]
+    assert run(f"PYTHONPATH={shlex.quote(str(ROOT))} {PYTHON} -c {asked}", script)[0] == ["None"]
     assert run(f"{PYTHON} -c {shlex.quote(f'import zero.launch; {ASK}')}", script)[0] == [f"{REAL} {REAL}"]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -219,7 +220,7 @@ def test_dry_run_prints_and_starts_nothing(zero, tmp_path, script):
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert ended.stdout.splitlines() == [
         f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} "
-        f"OMP_NUM_THREADS={threads} {sys.executable} -u {path} '{tmp_path / 'ran it'}'"
+        f"OMP_NUM_THREADS={threads} {shlex.quote(sys.executable)} -u {path} '{tmp_path / 'ran it'}'"
         for rank in range(2)
     ]
     assert not (tmp_path / "ran it").exists()

@@ -46,11 +46,11 @@ def job(*words: str, environment: dict[str, str] | None = None, folder: str = "/
 
 def test_slurm_is_one_launcher_per_node() -> None:
     (command,) = backends.commands(job("--launcher", "slurm", "--launcher_args=--partition 'a b'", "t.py"))
-    place = f"--world={WORLD.encode()} --master_addr=n1 --master_port=29500"
+    python, place = shlex.quote(sys.executable), f"--world={WORLD.encode()} --master_addr=n1 --master_port=29500"
     assert command.words == [
         "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n3", "--kill-on-bad-exit=1",
         "--cpu-bind=none", "--input=none", "--export=ALL", "--partition", "a b",
-        "sh", "-c", f"cd /home/me && exec {sys.executable} -u -m zero run --no_ssh {place} --no_env_files -- t.py",
+        "sh", "-c", f"cd /home/me && exec {python} -u -m zero run --no_ssh {place} --no_env_files -- t.py",
     ]  # fmt: skip
 
 

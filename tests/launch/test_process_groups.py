@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-from fake_hosts import OBEYS, TIMEOUT, Hosts, read_until
+from fake_hosts import OBEYS, TIMEOUT, Hosts, in_python, read_until
 from marks import longer
 from nodes import eventually
 
@@ -30,17 +29,15 @@ def two(tmp_path: Path) -> Hosts:
 
 def test_hosts_never_mix_within_a_line(hosts: Hosts) -> None:
     for name in ("n1", "n2", "n3"):
-        hosts.host(
-            name,
-            f"""#!{sys.executable}
+        program = f"""
 import os
 for number in range(400):
     line = b"{name} %d " % number + b"{name}" * (number * 7 % 301) + b" %d\\xff\\n" % number
     for place in range(0, len(line), 251):
         os.write(1 + number % 2, line[place : place + 251])
 os.write(1, b"last")
-""",
-        )
+"""
+        hosts.host(name, in_python(program))
     # stdout and stderr are one pipe, as they are one terminal for a user.
     process = hosts.start("run", "-H", "H", "--no_check", "t.py", before="exec 2>&1")
     out, err = process.communicate(timeout=TIMEOUT)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from nodes import eventually
 
 SOURCE = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "gpu.py"
 TWO_TESTS = """
@@ -50,7 +53,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 
 def call(gpu: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--folder", str(folder), *arguments])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(folder), *arguments])
     return gpu.main()
 
 
@@ -81,11 +84,66 @@ def test_parts(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert "table: passed before" in capsys.readouterr().out
     assert lines(folder)[-1]["passed"] == 2 and "failed" not in lines(folder)[-1]
 
-    assert call(gpu, folder, monkeypatch, "table", "--again") == 0
+    assert call(gpu, folder, monkeypatch, "table", "--anew") == 0
     assert [line["row"] for line in lines(folder) if "row" in line] == [{"": "one step", "ms": "3"}]
     assert {line["part"] for line in lines(folder)} == set(gpu.PARTS)
     with pytest.raises(SystemExit):
         call(gpu, folder, monkeypatch, "no-such-part")
+
+
+def test_what_passed_in_the_lines_of_another_folder_is_left_out(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(gpu, tmp_path / "lost", monkeypatch, "tests", "table") == 1
+    earlier = tmp_path / "lost" / "lines.jsonl"
+    with earlier.open("a") as file:
+        file.write('{"part": "tests", "te')  # as the machine ended
+    (tmp_path / "mended").touch()
+    for _ in range(2):  # they are not taken in twice
+        assert call(gpu, tmp_path / "found", monkeypatch, "tests", "table", "--again", str(earlier)) == 0
+    assert (tmp_path / "ran").read_text() == "one two two "
+    outcomes = [line["outcome"] for line in lines(tmp_path / "found") if "test" in line]
+    assert sorted(outcomes) == ["failed", "passed", "passed"]
+    assert call(gpu, tmp_path / "lost", monkeypatch, "table") == 0 and lines(tmp_path / "lost")
+    with pytest.raises(SystemExit):
+        call(gpu, tmp_path / "found", monkeypatch, "--again", str(tmp_path / "nowhere"))
+
+
+def test_a_row_is_there_while_its_program_still_runs(gpu: ModuleType, tmp_path: Path) -> None:
+    program = f"""
+import pathlib, time
+print("|  | ms |\\n|--|--|\\n| a | 3 |\\n| half a r", end="", flush=True)
+while not pathlib.Path({str(tmp_path)!r}, "seen").exists():
+    time.sleep(0.1)
+"""
+    gpu.PARTS["table"] = gpu.Part("", None, f"-c {shlex.quote(program)}")
+    found = gpu.Lines(tmp_path / "lines.jsonl")
+    part = threading.Thread(target=gpu.run_part, args=("table", found, "", 600.0))
+    part.start()
+    assert eventually(lambda: found.all() == [{"part": "table", "row": {"": "a", "ms": "3"}}])
+    (tmp_path / "seen").touch()
+    part.join()
+    assert found.all()[-1]["status"] == "passed"
+
+
+def test_first_is_a_few_parts_that_share_their_time(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert max(gpu.FIRST.values()) < 360
+    limits = {}
+    monkeypatch.setattr(gpu, "FIRST", {"nothing": 100, "table": 200, "absent": 0})
+    monkeypatch.setattr(gpu, "device", lambda: "a GPU")
+    monkeypatch.setattr(
+        gpu,
+        "run_part",
+        lambda name, found, gpu, limit: limits.update({name: limit}) or found.add(part=name, status="cut"),
+    )
+    assert call(gpu, tmp_path / "found", monkeypatch, "first") == 1
+    assert list(limits) == ["table", "nothing", "absent"] and limits["absent"] == 1.0
+    assert 90 < limits["nothing"] <= 100 < 190 < limits["table"] <= 200
+    limits.clear()
+    call(gpu, tmp_path / "all", monkeypatch)
+    assert limits == dict.fromkeys(["dies", "tests"], gpu.SECONDS), "the others, without first"
 
 
 def test_a_part_whose_time_is_over_is_ended(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

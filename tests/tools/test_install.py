@@ -17,7 +17,7 @@ from launching import ROOT
 
 import zero
 
-SOURCES = ("zero", "csrc", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+SOURCES = ("zero", "csrc", "constraints.txt", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 SITE = "zero/as_deepspeed/site"
 ONE_STEP = """
 import sys, torch, zero, zero._cpu
@@ -62,7 +62,7 @@ def packages_of(home: Path, *behind: str) -> Path:
 
 
 def test_pip_installs_into_an_environment_without_torch_or_nvcc(tree: Path, tmp_path: Path) -> None:
-    home, constraints = tmp_path / "env", str(ROOT / "constraints.txt")
+    home, constraints = tmp_path / "env", str(tree / "constraints.txt")
     run(sys.executable, "-m", "venv", str(home))
     python, path = str(home / "bin" / "python"), f"{home / 'bin'}:/usr/bin:/bin"
     pins = {"PIP_CONSTRAINT": constraints, "PIP_BUILD_CONSTRAINT": constraints}
