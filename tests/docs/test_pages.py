@@ -15,8 +15,9 @@ from pathlib import Path
 import hjson
 import pytest
 from launching import Launchers
+from markdown_it import MarkdownIt
 from nodes import environment
-from pages import PAGES, ROOT, Command, blocks, commands, diffs, files, run_script, run_session, session
+from pages import PAGES, ROOT, TUTORIAL, Command, blocks, commands, diffs, files, run_script, run_session, session
 from ports import free_port
 from ranks import Pool
 
@@ -83,6 +84,24 @@ def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)#:]+)[^)]*\)", text)
     assert len(links) > 15
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_text_above_a_file_names_it(page: Path) -> None:
+    """What a reader sees of a block does not have the name that stands behind its language."""
+    text, unnamed = "", []
+    for token in MarkdownIt().parse(page.read_text()):
+        if token.type == "inline":
+            text = token.content
+        elif token.type == "fence":
+            unnamed += [name for name in token.info.split()[1:] if f"`{name}`" not in text]
+    assert unnamed == []
+
+
+def test_the_tutorial_starts_from_the_losses_of_plain_torch(pool: Pool, tmp_path: Path) -> None:
+    write(TUTORIAL, tmp_path)
+    plain, ours = (printed(pool, TUTORIAL, command, tmp_path) for command in started(TUTORIAL)[:2])
+    assert plain == ours != ""
 
 
 def cells(text: str, above: str) -> list[list[str]]:
