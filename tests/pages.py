@@ -24,7 +24,10 @@ _COMMENT = re.compile(r"\s{2,}#.*")
 
 
 class Block(NamedTuple):
-    """One block of code: `name` is the file that it stands for, "" where it is none; `line` counts from 1."""
+    """One block of code: `name` is the file that it stands for, "" where it is none; `line` counts from 1.
+
+    A diff stands for two blocks of Python, with the file before and the one after.
+    """
 
     language: str
     name: str
@@ -40,13 +43,14 @@ class Command(NamedTuple):
 
     def script(self, names: set[str]) -> int | None:
         """Where among the words one of these scripts is, of which this command starts processes of Python."""
-        starts = self.words[0] == "python" or self.words[:2] == ["zero", "run"]
+        starts = self.words[0] in ("python", "torchrun") or self.words[:2] == ["zero", "run"]
         return next((at for at, word in enumerate(self.words) if starts and word in names), None)
 
     @property
     def ranks(self) -> int:
         """The number of processes that it starts."""
-        return int(self.words[self.words.index("--num_gpus") + 1]) if "--num_gpus" in self.words else 1
+        flag = next((each for each in ("--num_gpus", "--nproc_per_node") if each in self.words), None)
+        return 1 if flag is None else int(self.words[self.words.index(flag) + 1])
 
 
 def blocks(page: Path) -> list[Block]:
@@ -55,8 +59,21 @@ def blocks(page: Path) -> list[Block]:
     for token in MarkdownIt().parse(page.read_text()):
         if token.type in ("fence", "code_block"):
             language, _, name = token.info.partition(" ")
-            found.append(Block(language, name, token.content, token.map[0] + 1))
+            line, text = token.map[0] + 1, token.content
+            if language == "diff":
+                for file, other in zip(name.split(), "+-", strict=True):
+                    side = [each[1:] or each for each in text.splitlines(keepends=True) if each[0] != other]
+                    found.append(Block("python", file, "".join(side), line))
+            else:
+                found.append(Block(language, name, text, line))
     return found
+
+
+def diffs(page: Path) -> list[tuple[str, str]]:
+    """The files before and after of each diff of a page."""
+    return [
+        (before.name, after.name) for before, after in itertools.pairwise(blocks(page)) if before.line == after.line
+    ]
 
 
 def commands(page: Path) -> Iterator[Command]:

@@ -1,6 +1,7 @@
 """Draws the figures of the pages: `python docs/figures/draw.py` writes them beside this file.
 
-The bytes are those of `zero.plan.memory`. The step and the ranks are drawings, not measurements.
+The bytes are those of `zero.plan.memory`, the plan is that of `zero plan`. The step and the ranks are drawings, not
+measurements.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zero.plan.formats import Formats
+from zero.config import load
+from zero.plan.formats import ITEMSIZE, Formats
 from zero.plan.layout import make_layout
 from zero.plan.memory import Scheme, alive_nbytes
 from zero.plan.sharding import Sharding
 from zero.plan.units import ParamSpec, UnitPlan
+from zero.sizes.cost import shape_cost
+from zero.sizes.estimate import DEFAULT, GB
+from zero.sizes.rates import DEVICES
+from zero.sizes.shape import shape_of
+from zero.tools.plan.search import USABLE, Setup, candidates
+from zero.tools.plan.table import name_of, tokens
 
 HERE = Path(__file__).parent
 BLUE, ORANGE, GREEN, GREY = "#4477aa", "#ee8866", "#44aa77", "#dddddd"
@@ -31,7 +39,8 @@ STYLE = {"svg.hashsalt": "zero", "svg.fonttype": "none", "font.size": 10}
 def memory() -> Figure:
     """Model state per rank of 7 billion parameters in bf16 on 8 ranks, for each stage."""
     figure, axes = pyplot.subplots(figsize=(7, 2.8))
-    cases = [(f"stage {stage}", stage, Formats(master="remainder")) for stage in (3, 2, 1, 0)]
+    cut = {3: "parameters, too", 2: "gradients, too", 1: "optimizer state", 0: "nothing is cut"}
+    cases = [(f"stage {stage}: {what}", stage, Formats(master="remainder")) for stage, what in cut.items()]
     cases.insert(0, ("stage 3, 8-bit moments", 3, Formats(master="remainder", moments="8bit")))
     spec = ParamSpec("all", 7 * 10**9, "bf16", True, 0, 2)
     unit = UnitPlan("all", "", (spec,), make_layout({"all": spec.numel}, 8, 256))
@@ -48,6 +57,28 @@ def memory() -> Figure:
     axes.set_yticks(range(len(cases)), [name for name, *_ in cases])
     axes.set(xlabel="GB per rank: 7 billion parameters, bf16, AdamW, 8 ranks", xlim=(0, 125))
     axes.legend(loc="lower right", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plan() -> Figure:
+    """What `zero plan` finds for 7 billion parameters on 16 GPUs: the fastest row of some choices."""
+    rates, shape = DEVICES["h100"], shape_of(7e9)
+    settings = load(DEFAULT, 16, filled=False)
+    setup = Setup(shape, shape_cost(shape, 4096, ITEMSIZE[settings.compute_dtype]), settings, rates)
+    best = {}
+    for row in candidates(setup):
+        best.setdefault((str(row.choice), row.policy), row)
+    figure, axes = pyplot.subplots(figsize=(7, 2.8))
+    places = ("3, optimizer and parameters on host", "3, optimizer on host", "3", "2", "1", "0")
+    shown = [best[place, "none"] for place in places]
+    for at, row in enumerate(shown):
+        axes.barh(at, row.peak / GB, color=GREY if row.lacks else BLUE)
+        text = "does not fit" if row.lacks else f"{row.step.step:.2f} s a step, {tokens(setup, row):,.0f} tokens/s"
+        axes.text(1, at, text, va="center", color="black" if row.lacks else "white")
+    axes.axvline(USABLE * rates.device_memory / GB, color=ORANGE, linestyle="--")
+    axes.set_yticks(range(len(shown)), [name_of(row) for row in shown])
+    axes.set(xlabel="GB at most: 7 billion parameters, bf16, on 16 GPUs with 80 GB")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -102,7 +133,7 @@ def box(axes: Axes, corner: tuple[float, float], size: tuple[float, float], colo
     axes.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, ha="center", va="center")
 
 
-FIGURES = {"memory": memory, "timeline": timeline, "mesh": mesh}
+FIGURES = {"memory": memory, "plan": plan, "timeline": timeline, "mesh": mesh}
 
 
 def main(folder: Path = HERE) -> None:

@@ -26,7 +26,7 @@ def test_the_page_of_the_config_is_what_the_sections_say() -> None:
 
 def test_the_figures_are_there_and_small() -> None:
     drawn = {path.name: path.stat().st_size for path in (DOCS / "figures").glob("*.svg")}
-    assert set(drawn) == {"memory.svg", "mesh.svg", "timeline.svg"}
+    assert set(drawn) == {"memory.svg", "mesh.svg", "plan.svg", "timeline.svg"}
     assert max(drawn.values()) < 30_000
 
 

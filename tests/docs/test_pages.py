@@ -15,8 +15,9 @@ from pathlib import Path
 import hjson
 import pytest
 from launching import Launchers
+from markdown_it import MarkdownIt
 from nodes import environment
-from pages import PAGES, ROOT, Command, blocks, commands, files, run_script, run_session, session
+from pages import PAGES, ROOT, TUTORIAL, Command, blocks, commands, diffs, files, run_script, run_session, session
 from ports import free_port
 from ranks import Pool
 
@@ -59,12 +60,13 @@ def compare(said: str, command: Command) -> None:
         assert all(same(*pair) for pair in pairs), f"it prints:\n{said}"
 
 
-def first_program(pool: Pool, page: Path, folder: Path) -> None:
-    """Run the first command that starts a script, on ranks that are there already."""
-    command = started(page)[0]
+def printed(pool: Pool, page: Path, command: Command, folder: Path) -> str:
+    """What a command that starts a script prints, run on ranks that are there already."""
     words = command.words[command.script(names(page)) :]
     port = None if command.words[0] == "python" else free_port()
-    compare(pool.run(command.ranks, run_script, str(folder), words, port)[0], command)
+    said = pool.run(command.ranks, run_script, str(folder), words, port)[0]
+    compare(said, command)
+    return said
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -78,10 +80,49 @@ def test_every_block_is_of_a_kind_that_is_looked_at(page: Path) -> None:
 def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
     """Those of the pages are looked at when they are built."""
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) < 150
+    assert len(text.splitlines()) < 190 and diffs(ROOT / "README.md")
     links = re.findall(r"\]\(([^)#:]+)[^)]*\)", text)
     assert len(links) > 15
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_text_above_a_file_names_it(page: Path) -> None:
+    """What a reader sees of a block does not have the name that stands behind its language."""
+    text, unnamed = "", []
+    for token in MarkdownIt().parse(page.read_text()):
+        if token.type == "inline":
+            text = token.content
+        elif token.type == "fence":
+            unnamed += [name for name in token.info.split()[1:] if f"`{name}`" not in text]
+    assert unnamed == []
+
+
+def test_the_tutorial_starts_from_the_losses_of_plain_torch(pool: Pool, tmp_path: Path) -> None:
+    write(TUTORIAL, tmp_path)
+    plain, ours = (printed(pool, TUTORIAL, command, tmp_path) for command in started(TUTORIAL)[:2])
+    assert plain == ours != ""
+
+
+def cells(text: str, above: str) -> list[list[str]]:
+    """The rows of the first table from a line with these words on, without its head."""
+    lines = itertools.dropwhile(lambda line: line[:1] != "|", text[text.index(above) :].splitlines()[1:])
+    table = itertools.takewhile(lambda line: line[:1] == "|", lines)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return [row for row in rows if row[-1][:3] != "---"]
+
+
+def test_the_readme_shows_what_the_benchmark_has_measured() -> None:
+    """Of each stage and of its peer the bytes behind the backward and the median of the time; and the day."""
+    of_step = (ROOT / "benchmarks" / "README.md").read_text().split("## step.py", 1)[1]
+    measured = [(row[0], row[5], row[1].split()[0]) for row in cells(of_step, "27.3M parameters (Psi), 2 gloo ranks")]
+    text = (ROOT / "README.md").read_text()
+    shown = cells(text, "| stage: what is cut |")
+    rows = [(f"zero stage {row[0][0]}", *row[1:3]) for row in shown] + [tuple(row[3:]) for row in shown]
+    assert len(rows) == 8
+    for name, *figures in rows:
+        assert next(list(found[1:]) for found in measured if found[0].startswith(name)) == figures, name
+    assert f"Measured on {re.search(r', (20[-0-9]+): `python benchmarks/step.py', of_step)[1]}" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -101,15 +142,21 @@ def test_the_first_program_of_a_page_runs(pool: Pool, page: Path, tmp_path: Path
     if blocks := session(page):
         pool.run(2, run_session, str(tmp_path), page.name, blocks[:1])
     else:
-        first_program(pool, page, tmp_path)
+        printed(pool, page, started(page)[0], tmp_path)
+
+
+@pytest.mark.parametrize("page", [page for page in HERE if diffs(page)], ids=lambda page: page.name)
+def test_both_sides_of_a_diff_print_the_same(pool: Pool, page: Path, tmp_path: Path) -> None:
+    write(page, tmp_path)
+    for pair in diffs(page):
+        sides = [each for each in started(page) if each.words[each.script(names(page))] in pair]
+        before, after = (printed(pool, page, each, tmp_path) for each in sides)
+        assert before == after != "", pair
 
 
 def runnable(page: Path) -> list[Command]:
-    """The commands of a page that can run here: those of zero, and those that start a script of the page alone."""
-    every, scripts = commands(page), names(page)
-    return [
-        each for each in every if each.words[0] == "zero" or (each.words[0] == "python" and each.words[1] in scripts)
-    ]
+    """The commands of a page that can run here: those of zero, and those that start a script of the page."""
+    return [each for each in commands(page) if each.words[0] == "zero" or each.script(names(page)) is not None]
 
 
 @pytest.mark.long
@@ -135,9 +182,10 @@ def test_all_of_a_page_runs(launchers: Launchers, pool: Pool, page: Path, tmp_pa
 def run(launchers: Launchers, words: list[str], really: bool, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command line; a `zero run` that is not to run `really` says who would run where."""
     there = environment(OMP_NUM_THREADS="1")
-    if words[0] == "python":
+    if words[0] in ("python", "torchrun"):
+        words = ["-m", "torch.distributed.run", "--standalone", *words[1:]] if words[0] == "torchrun" else words[1:]
         how = {"env": there, "cwd": folder, "capture_output": True, "text": True, "check": False}
-        return subprocess.run([sys.executable, *words[1:]], **how)
+        return subprocess.run([sys.executable, *words], **how)
     if words[1] == "run" and not really:
         (folder / "train.py").touch()
         words = [*words[:2], "--dry-run", *words[2:]]

@@ -6,6 +6,7 @@ A run without tests, or without a folder, is no success.
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import run_programs
 import run_suites
 import torch
-from run_programs import Outcome, Program
+from pages import ROOT
+from run_programs import PROGRAMS, Outcome, Program
 
 PROGRAM = Program("script.py", [], lambda data: None, lambda folder: {})
 WEIGHTS = {"a": torch.tensor([1.0, 2.0])}
@@ -43,6 +45,14 @@ def test_only_what_is_right_is_yes(changed: dict[str, Any], columns: list[str]) 
     row = run_programs.judge(PROGRAM, **given)
     assert [column for column, why in row.items() if why] == columns
     assert run_programs.lines({"script.py stage 3": row})[1].split().count("no") == len(columns)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/huggingface_tried.md"])
+def test_the_tables_of_programs_have_each_with_its_stages(page: str) -> None:
+    row = r"^\| ([^|]*`\w+\.py`[^|]*) \|(?: [^|]+ \|)?? ([0-3, ]+) \|"  # the README says in between where it is from
+    rows = re.findall(row, (ROOT / page).read_text(), re.MULTILINE)
+    shown = {name: stages for names, stages in rows for name in re.findall(r"`(\w+\.py)`", names)}
+    assert shown == {name: ", ".join(map(str, program.stages)) for name, program in PROGRAMS.items()}
 
 
 REASON = {"Names::test_file_*": "other names of files"}

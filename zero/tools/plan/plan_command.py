@@ -232,8 +232,9 @@ def _searched(given: argparse.Namespace, setup: Setup) -> Iterator[str]:
     if best.lacks:
         yield nothing_fits(rows)
     yield f"GB (1e9 bytes) at most on {of_each(setup.ranks)}, {setup.per_host} to a host"
-    if rows[-1].lacks:
-        yield "In place of tokens/s stands what a row has too little of."
+    yield "The fastest come first; of those within 1 % of the fastest, the plainest." + (
+        " In place of tokens/s stands what a row has too little of." if rows[-1].lacks else ""
+    )
     yield from table(setup, rows, given.all)
     yield counted(len(rows), "row") + (
         "" if given.all else "; --all prints them, with the GB of each kind and on each link"

@@ -32,7 +32,10 @@ def table(setup: Setup, rows: Sequence[PlanRow], whole: bool = False) -> Iterato
 
     In place of the speed of what does not fit stands what there is too little of.
     """
-    shown = rows if whole else list({(row.choice, row.policy): row for row in reversed(rows)}.values())[::-1]
+    best: dict[tuple[StageChoice, str], PlanRow] = {}
+    for row in rows:
+        best.setdefault((row.choice, row.policy), row)
+    shown = rows if whole else list(best.values())
     cells = [_cells(setup, row) for row in shown]
     columns = {name: [line[name] for line in cells] for name in cells[0]}
     there = {name: texts for name, texts in columns.items() if {*texts} != {gigabytes(0)}}
@@ -56,7 +59,7 @@ def tokens(setup: Setup, row: PlanRow) -> float:
 
 
 class MessageShare(NamedTuple):
-    """Of a step: the share that it is longer than without messages between ranks, and the time of these beside it."""
+    """Of a step: the share in which ranks wait for messages, so much longer is it; and that in which messages travel."""
 
     longer: float
     busy: float
@@ -111,8 +114,8 @@ def pays(setup: Setup, row: PlanRow) -> str:
     cost, later = waits(setup, row), waits(more, after)
     verdict = "pays" if gain >= enough(2) else "does not pay"
     return (
-        f"{cost.longer:.0%} of a step is communication (messages go on for {cost.busy:.0%} of it); twice the ranks "
-        f"{verdict}: {gain:.2f} x the speed, where {later.longer:.0%} of a step would be communication"
+        f"messages travel for {cost.busy:.0%} of a step, and ranks wait for them for {cost.longer:.0%} of it; twice the "
+        f"ranks {verdict}: {gain:.2f} x the speed, with waits of {later.longer:.0%}"
     )
 
 
@@ -151,10 +154,10 @@ def verdict(speeds: Sequence[tuple[int, float, MessageShare]]) -> str:
     for (few, slow, _), (many, fast, share) in pairwise(speeds):
         if fast / slow < enough(many / few):
             return (
-                f"more ranks pay up to {few:,}: on {many:,}, {share.longer:.0%} of a step would be communication, and "
-                f"{many / few:g} x the ranks would give {fast / slow:.2f} x the speed"
+                f"more ranks pay up to {few:,}: on {many:,}, ranks would wait for messages for {share.longer:.0%} of a "
+                f"step, and {many / few:g} x the ranks would give {fast / slow:.2f} x the speed"
             )
     return (
         f"more ranks pay up to {end:,} and perhaps beyond: {last / first:,.1f} x the speed of {start:,}, "
-        f"{cost.longer:.0%} of a step is communication"
+        f"and waits for messages are {cost.longer:.0%} of a step"
     )
