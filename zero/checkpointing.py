@@ -17,12 +17,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from zero.config import Config, load
+from zero.config import Config, ConfigError, load
 from zero.core.agree import alike
 from zero.core.world import Axis, backend_of, local_device
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER
-from zero.recompute.saved_inputs import ALONE, InputStore
+from zero.recompute.saved_inputs import ALONE, NO_NUMBER, InputStore
 from zero.recompute.seeds import SeedTracker
 from zero.watchdog.watchdog import Watchdog
 
@@ -69,6 +69,8 @@ def configure(
     section = _config(deepspeed_config).activation_checkpointing.model_dump() if deepspeed_config else {}
     section |= {name: value for name, value in arguments.items() if value is not None}
     settings = _config({"activation_checkpointing": section}).activation_checkpointing
+    if settings.contiguous_memory_optimization and settings.number_checkpoints is None:
+        raise ConfigError([f"activation_checkpointing.number_checkpoints: {NO_NUMBER}; give num_checkpoints"])
     what = "the ranks of mpu_ do not configure the same"
     alike([f"{name} = {value}" for name, value in settings if name != "profile"], axis, what)
     inputs = InputStore(settings, axis)

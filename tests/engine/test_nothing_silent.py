@@ -13,6 +13,7 @@ from launching import Launchers
 from models import batch, config, make_net, share, step
 from ranks import listening
 from torch import nn
+from torch.nn.utils import clip_grad_norm_ as clip
 
 import zero
 from zero.launch.contract import INITIALIZED
@@ -109,17 +110,125 @@ def test_step_of_the_optimizer_that_was_handed_over_raises_until_the_engine_is_g
 
 
 @pytest.mark.ranks(2)
-def test_clipping_that_sees_no_gradients_is_warned_of_once():
-    engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_clipping_that_sees_no_gradients_is_warned_of_once(stage):
+    net = make_net()
+    engine, *_ = zero.initialize(model=net, config=config(stage, 2))
     with listening() as said:
         engine.backward(engine(*share(0)))
         assert all(param.grad is None for param in engine.parameters())
-        assert said == [], "to look at a gradient is no clipping"
-        for _ in range(2):
-            assert torch.nn.utils.clip_grad_norm_(engine.parameters(), 1.0) == 0
+        clip(nn.Linear(1, 1).parameters(), 1.0)
+        assert said == [], "to look at a gradient is no clipping, and other parameters are not ours"
+        for params in (net.parameters(), [*engine.parameters()]):
+            assert clip(params, 1.0) == 0
     assert len(said) == (dist.get_rank() == 0)
     assert all("clip nothing, at any stage; set gradient_clipping in the JSON" in line for line in said)
+    engine.step()
     engine.destroy()
+    with listening() as said:
+        net(*batch(0, 2)).backward()
+        assert clip(net.parameters(), 1e-3) > 0
+        assert clip(net.parameters(), 1.0) < 2e-3, "torch's own clips as ever"
+        net.zero_grad()
+        assert clip(net.parameters(), 1.0) == 0
+    assert said == []
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+def test_a_schedule_that_the_script_moves_too_is_told_of_once(kind):
+    def train(between, last=lambda scheduler: None) -> list[str]:
+        section = {"type": "StepLR", "params": {"step_size": 9}} if kind == "torch" else {"type": "WarmupLR"}
+        engine, _, _, scheduler = alone(scheduler=section)
+        scheduler.step()  # to begin elsewhere
+        with listening() as said:
+            for number in range(6):
+                step(engine, number)
+                between(scheduler, number)
+            last(engine)
+        return said
+
+    wanted = "scheduler.step() beside engine.step(), which steps the scheduler itself: the schedule moves on twice "
+    (line,) = train(lambda scheduler, number: scheduler.step())
+    assert line.startswith(wanted)
+    assert len(train(lambda scheduler, number: number in (1, 3) and scheduler.step())) == 1, "one for each epoch"
+    assert train(lambda scheduler, number: number == 2 and scheduler.step()) == [], "to go on somewhere else"
+    start = None
+
+    def restore(scheduler, number):
+        nonlocal start
+        start = start or scheduler.state_dict()
+        scheduler.load_state_dict(start)
+
+    assert train(restore) == []
+
+
+def test_a_scheduler_of_the_scripts_own_is_the_scripts_to_step():
+    engine, optimizer, *_ = alone()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with listening() as said:
+        for number in range(4):
+            step(engine, number)
+            scheduler.step()
+    assert said == []
+
+
+def test_a_step_that_is_forgotten_is_told_of_once():
+    def backwards(count: int, boundary: bool | None = None, destroy: bool = False, **more: Any) -> list[str]:
+        engine = alone(**more)[0]
+        if boundary is not None:
+            engine.set_gradient_accumulation_boundary(boundary)
+        with listening() as said:
+            for number in range(count):
+                engine.backward(engine(*batch(number, 2)))
+            if destroy:
+                engine.destroy()
+        return said
+
+    for count, more in {45: {}, 20: {"accumulation": 4}, 21: {"boundary": True}}.items():
+        (line,) = backwards(count, **more)
+        assert line.startswith("20 backwards since the last engine.step(), without which nothing is trained: call it")
+    (line,) = backwards(2, destroy=True)
+    assert line.startswith("2 backwards since the last engine.step()")
+    assert backwards(1, destroy=True) == backwards(19) == [], "a step may have many losses"
+    assert backwards(40, boundary=False, destroy=True) == [], "Accelerate and Lightning say so where they hold it back"
+    with pytest.raises(KeyError), listening() as said:
+        try:
+            engine = alone()[0]
+            for number in range(3):
+                engine.backward(engine(*batch(number, 2)))
+            raise KeyError
+        finally:
+            engine.destroy()
+    assert said == [], "the exception says enough"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_hook_that_comes_after_initialize_finds_the_gradient_and_what_it_does_counts(stage):
+    """As one that was there before; it is taken off by its own handle, and ours with the engine."""
+
+    def train(before: bool) -> tuple[list[Any], Any]:
+        net, seen = make_net(), []
+
+        def double(param: nn.Parameter) -> None:
+            seen.append(param.grad.clone())
+            param.grad.mul_(2)
+
+        handles = [net.head.weight.register_post_accumulate_grad_hook(double)] if before else []
+        engine, *_ = zero.initialize(model=net, config=config(stage, 2))
+        handles += [] if before else [net.head.weight.register_post_accumulate_grad_hook(double)]
+        for number in range(3):
+            if number == 2:
+                handles[0].remove()
+            step(engine, number)
+        engine.destroy()
+        net.head.weight.sum().backward()
+        assert net.head.weight.grad is not None
+        return seen, net.state_dict()
+
+    (seen, weights), (wanted, plain) = train(False), train(True)
+    assert len(seen) == len(wanted) == 2 and all(map(torch.equal, seen, wanted))
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
 
 
 def test_losses_that_are_not_finite_are_counted_and_told_of_at_powers_of_ten():

@@ -135,7 +135,11 @@ def test_inside_an_engine_its_json_counts(stage):
             InputStore, "put", lambda rest, tensors: [put(rest, tensors), taken.append(rest.buffers.nbytes)][0]
         )
         assert same(base, trained(make(Own), settings(stage, {})))
-        assert max(taken) == 0
+        assert same(
+            base,
+            trained(make(Own), settings(stage, {}, activation_checkpointing={**section, "number_checkpoints": None})),
+        )
+        assert max(taken) == 0, "without a number there is no block"
         values = settings(stage, {}, activation_checkpointing=section)
         assert same(base, trained(make(Own), values))
         assert max(taken) == 4 * 4096
@@ -203,6 +207,10 @@ def test_arguments_go_before_the_json():
     checkpointing.configure(None, values, profile=False, contiguous_checkpointing=True)
     assert checkpointing.is_configured()
     section = {"cpu_checkpointing": True, "contiguous_memory_optimization": True, "number_checkpoints": 7}
+    assert dict(HOLDER.inputs.settings) == dict(ActivationCheckpointing(**section))
+    checkpointing.configure(
+        None, {"activation_checkpointing": {**section, "number_checkpoints": None}}, num_checkpoints=7
+    )
     assert dict(HOLDER.inputs.settings) == dict(ActivationCheckpointing(**section))
     checkpointing.reset()
     assert checkpointing.is_configured()

@@ -36,11 +36,11 @@ def show(value: Any) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 4] + " ..."
 
 
-def nearest(key: str, known: Iterable[str]) -> str | None:
-    """The known name that `key` was most likely meant to be, or None."""
+def nearest(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that `key` was most likely meant to be, or None; `cutoff` is how alike they must be, up to 1."""
     names = sorted(known)
     lowered = {name.lower(): name for name in reversed(names)}
-    matches = difflib.get_close_matches(key.lower(), lowered, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(key.lower(), lowered, n=1, cutoff=cutoff)
     return lowered[matches[0]] if matches else None
 
 

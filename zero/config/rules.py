@@ -91,12 +91,6 @@ def storage(file: File) -> Iterator[str]:
         yield "zero.profile.steps: is missing; give the first and the last step of the trace, such as [10, 12]"
     elif steps is not None and steps[1] < steps[0]:
         yield f"zero.profile.steps: got {list(steps)}, wanted the first step and then the last, such as [10, 12]"
-    inputs = file.activation_checkpointing
-    if inputs.contiguous_memory_optimization and inputs.number_checkpoints is None:
-        yield (
-            "activation_checkpointing.number_checkpoints: is missing; contiguous_memory_optimization takes room for "
-            "so many calls"
-        )
 
 
 def graphs(file: File) -> Iterator[str]:

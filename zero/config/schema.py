@@ -34,7 +34,7 @@ def json_schema(others: Mapping[str, Mapping[str, Shape]] = MappingProxyType({})
     for old, new in _OLD.items():
         about = {"description": f"Old; write {new}.device.", "deprecated": True}
         schema["$defs"]["ZeroOptimization"]["properties"][old] = or_auto({"type": "boolean", **about})
-    # An unknown top-level key is only a warning: other programs keep theirs in the same file.
+    # Most unknown top-level keys are only a warning: other programs keep theirs in the same file.
     schema["additionalProperties"] = True
     return schema
 

@@ -121,7 +121,8 @@ class ActivationCheckpointing(Section):
     cpu_checkpointing: Bool = False
     """Keep the inputs in main memory; they are fetched one call ahead of their use."""
     number_checkpoints: Positive | None = None
-    """The number of calls that contiguous_memory_optimization allocates for; no effect without that key."""
+    """The number of calls that contiguous_memory_optimization allocates for; no effect without that key. Where it is
+    missing, zero.checkpointing.configure gives it, and until then each input takes memory of its own."""
     synchronize_checkpoint_boundary: Bool = False
     """Wait for the device before and after each call."""
     profile: Bool = False

@@ -8,11 +8,12 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from zero.config.errors import dotted, show
-from zero.config.file import File, hint, section_of
+from zero.config.file import File, hint, section_of, slip
 from zero.config.unavailable import Idle, Unavailable, lookup
 from zero.config.values import WANTED, Section
 from zero.config.zero_section import ZeroOptimization
 
+_COMMENTS = ("$schema", "_", "//", "#")  # the schema's place, for editors; and what takes the place of a comment
 _PASSED_ON = ("params",)  # objects that are passed to other code, for which null may have a meaning
 _OBJECT = "an object {...}"
 _WANTED = {"string_type": "a string", "dict_type": _OBJECT, "model_type": _OBJECT, "model_attributes_type": _OBJECT}
@@ -51,10 +52,13 @@ class Walk:
                 both = f"{dotted((*path, written[name]))} and {dotted(here)}"
                 self.errors.append(f"{both}: two names of one key; keep {dotted((*path, name))}")
                 continue
+            if field is None and str(key).startswith(_COMMENTS):
+                continue
             if field is None and model is File:
-                if key == "$schema":  # the schema's place, for editors
-                    continue
-                self.warnings.append(f"unknown top-level key {str(key)!r} is ignored{hint(str(key), model)}")
+                if (meant := slip(str(key), value)) is not None:
+                    self.errors.append(f"unknown top-level key {str(key)!r}{meant}")
+                else:
+                    self.warnings.append(f"unknown top-level key {str(key)!r} is ignored{hint(str(key), model)}")
                 continue
             written[name] = key
             if _is_auto(value) and not _says_auto(field):

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from zero.core.finite import FirstNotFinite
 from zero.core.micro_batches import NO_TOKENS, Weights
 from zero.core.prefetcher import ParamPrefetcher
-from zero.core.torch_private import after_backward, backward_node, backward_task, take_off, untransformed
+from zero.core.torch_private import after_backward, backward_node, backward_task, hook_last, take_off, untransformed
 from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.log import logger, rank
@@ -83,7 +83,7 @@ class Reducer:
         self._backward: Backward | None = None  # that has begun and was not flushed yet
         self._warned = False
         self._handles = [
-            param.register_post_accumulate_grad_hook(self._hook(position, index))
+            hook_last(param, self._hook(position, index))
             for position, unit in enumerate(self._order)
             for index, param in enumerate(unit.params)
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
@@ -96,6 +97,45 @@ def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Non
         last = hooks.popitem()
         hooks.clear()  # moving the entry would not do: autograd reads the order of insertion
         hooks.update([last, *earlier])
+
+
+class _FirstRunsLast(OrderedDict):
+    """Hooks by their numbers, of which the first that comes stays behind the others."""
+
+    first: int | None = None
+
+    def __setitem__(self, number: int, hook: Any) -> None:
+        super().__setitem__(number, hook)
+        if self.first not in self:
+            self.first = number
+        elif number != self.first:
+            super().__setitem__(self.first, self.pop(self.first))
+
+
+def hook_last(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """As `tensor.register_post_accumulate_grad_hook(hook)`, to run after hooks that are registered later, too.
+
+    Where the tensor has hooks already it runs after those, and before later ones: their handles know a plain dict.
+    """
+    if not tensor._post_accumulate_grad_hooks:
+        tensor._post_accumulate_grad_hooks = _FirstRunsLast()
+    return tensor.register_post_accumulate_grad_hook(hook)
+
+
+def watch_clipping(seen: Callable[[list[torch.Tensor]], None]) -> None:
+    """Have `seen` look at the parameters of each `torch.nn.utils.clip_grad_norm_`, wherever it was imported; once."""
+    module, name = torch.nn.utils.clip_grad, "_clip_grads_with_norm_"
+    plain = getattr(module, name, None)
+    if plain is None or hasattr(plain, "zero_watches"):
+        return
+
+    @functools.wraps(plain)
+    def clip(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        seen(parameters)
+        plain(parameters, *args, **kwargs)
+
+    clip.zero_watches = True
+    setattr(module, name, clip)
 
 
 def pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:

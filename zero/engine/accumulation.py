@@ -16,6 +16,8 @@ from zero.log import log_once
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import ZeroOptimizer
 
+_MANY = 20  # backwards without a step(): more losses than a micro-batch has
+
 
 class Block(enum.Enum):
     """The block of the training loop that runs. COALESCED: after `coalesce_grad_reduction()`, before its step."""
@@ -311,6 +313,18 @@ class Accumulation:
         if self.boundary is False and not self._counted:
             self._counted = True
             self._status.micro_steps += 1
+        if self.config.managed_gradient_accumulation and self._sharded.reducer.rounds - self._seen == _MANY:
+            self.warn_of_no_step(_MANY)
+
+    def warn_of_no_step(self, least: int = 2) -> None:
+        """Warn if so many backwards have waited for their `step()`, and neither a block nor the script has held it."""
+        waiting = self._sharded.reducer.rounds - self._seen if self._sharded is not None else 0
+        if waiting >= least and self.boundary is not False and self._block is Block.NONE:
+            log_once(
+                logging.WARNING,
+                f"{waiting} backwards since the last engine.step(), without which nothing is trained: call it after "
+                "each backward; it counts micro-batches itself, up to gradient_accumulation_steps",
+            )
 
     def _end_micro_batch(self, last: bool) -> None:
         self._running, self._counted = Running.NEW, False

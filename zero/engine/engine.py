@@ -282,7 +282,7 @@ class Engine(DeepSpeedGetters, nn.Module):
             failed = optimizer is not None and optimizer.failure is not None
             sharded.dissolve(failed or sharded.world.watchdog.broken)
             if optimizer is not None:
-                optimizer.conclude()
+                self._training.conclude()
             self._progress.log_end()
         finally:
             sharded.world.watchdog.close()

@@ -102,7 +102,7 @@ class TrainingStep:
         if sharing is not None:
             sharded.reducer.on_flush.append(sharing.ended)
         if optimizer is not None:
-            _conclude_at_exit(optimizer)
+            _conclude_at_exit(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model.
@@ -264,6 +264,12 @@ class TrainingStep:
             if self.alarms is not None:
                 self.alarms.save(self._saving.save_checkpoint)
 
+    def conclude(self) -> None:
+        """At the end, report the last step, and whether there was any."""
+        self._optimizer.conclude()
+        if not self._status.global_steps and sys.exc_info()[0] is None:
+            self._accumulation.warn_of_no_step()
+
     def log_comms_summary(self, by_unit: bool = False) -> dict[str, Traffic]:
         """What this rank has sent so far, by operation or by unit; rank 0 prints it, too.
 
@@ -360,7 +366,7 @@ class TrainingStep:
                 self.norms.forget()
         self.progress.report_step(reports, ended)
         if scheduler is not None and not skipped:
-            scheduler.step(**lr_kwargs)
+            self.record.step_scheduler(scheduler, lr_kwargs)
 
     def _abandon(self) -> None:
         """Drop the gradients of this step after an exception, which must not be hidden by another."""
@@ -375,9 +381,9 @@ class TrainingStep:
             self.sharing.ended()
 
 
-def _conclude_at_exit(optimizer: ZeroOptimizer) -> None:
+def _conclude_at_exit(training: TrainingStep) -> None:
     """At the end of a program that asks for nothing more, report its last step."""
-    this = weakref.ref(optimizer)
+    this = weakref.ref(training)
 
     def conclude() -> None:
         left = this()
@@ -385,7 +391,7 @@ def _conclude_at_exit(optimizer: ZeroOptimizer) -> None:
             left.conclude()
 
     atexit.register(conclude)
-    weakref.finalize(optimizer, atexit.unregister, conclude).atexit = False
+    weakref.finalize(training, atexit.unregister, conclude).atexit = False
 
 
 def _knows_synced_gpus(module: nn.Module, generate: Callable[..., Any]) -> bool:

@@ -37,6 +37,8 @@ class StepRecord:
         self._tokens: float | torch.Tensor = 0.0
         self._batch: float | torch.Tensor = 0.0
         self._awaits_batch = world.size > 1
+        self._position = math.inf  # of the scheduler, behind the last step
+        self._moves = 0  # how often it has moved on between two steps
 
     @untransformed
     def batch(self, inputs: Any) -> None:
@@ -103,6 +105,23 @@ class StepRecord:
                 f"{ranks_text(same)} were fed the same first batch, so they compute the same and not more; give each "
                 "rank its part: initialize(training_data=...), engine.deepspeed_io(...), or torch's DistributedSampler",
             )
+
+    def step_scheduler(self, scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
+        """Step it, and warn where the script does so, too: the second time, as one may be to go on somewhere else."""
+        self._moves += _position(scheduler) > self._position
+        if self._moves > 1:
+            log_once(
+                logging.WARNING,
+                "scheduler.step() beside engine.step(), which steps the scheduler itself: the schedule moves on twice "
+                "per step; remove the call, or set engine.lr_scheduler to None behind initialize()",
+            )
+        scheduler.step(**lr_kwargs)
+        self._position = _position(scheduler)
+
+
+def _position(scheduler: Any) -> float:
+    """How often a scheduler of torch's or ours was stepped; 0 for one that does not say."""
+    return getattr(scheduler, "last_epoch", getattr(scheduler, "last_batch_iteration", 0))
 
 
 def mean_loss(reports: Mapping[int, RankReport]) -> float | None:

@@ -29,6 +29,8 @@ ALIGNMENT = 64  # bytes at which a tensor begins inside a buffer
 
 ALONE = Axis(None, 1, 0, False)
 
+NO_NUMBER = "is missing; contiguous_memory_optimization takes room for so many calls"
+
 
 class CallTimes:
     """Adds up calls until all were recomputed, or the next forward has run, and then logs one line."""
@@ -244,6 +246,9 @@ class InputStore:
                 if kept[index] is None:
                     unsaved.append(index)
         if unsaved:
+            if settings.contiguous_memory_optimization and settings.number_checkpoints is None:
+                text = f"activation_checkpointing.number_checkpoints: {NO_NUMBER}, so inputs take memory of their own"
+                log_once(logging.INFO, text)
             call = SavedCall(self, [arguments[index] for index in unsaved], self._last)
             self._last = weakref.ref(call)
             for part, index in enumerate(unsaved):
