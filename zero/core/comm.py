@@ -266,7 +266,7 @@ def exchange(flat: torch.Tensor, sends: Sequence[int], receives: Sequence[int], 
     sent = flat if axis.native else flat.cpu()  # gloo sends from host memory only
     out = torch.empty(sum(receives), dtype=flat.dtype, device=sent.device)
     leaves = (flat.numel() - sends[axis.rank]) * flat.itemsize
-    collective = axis.watchdog.begin(what, "", leaves, axis.ranks)
+    collective = axis.watchdog.begin(what, "", leaves, axis.ranks, axis.ranks, attends=True)
     counts = [[count * flat.itemsize for count in part] for part in (receives, sends)]
     parts = [part.view(torch.uint8) for part in (out, sent)]  # as bytes: not every backend knows every dtype
     with axis.watchdog.sending(collective):
@@ -313,7 +313,7 @@ def send_on(
     sent = [each.to(there) for each in outgoing]
     received = [torch.empty(shape, dtype=dtype, device=there) for shape in shapes]
     leaves, ends = sum(each.nbytes for each in sent), (axis.ranks[to], axis.ranks[source])
-    pending = Pending(axis.watchdog.begin(what, "", leaves, axis.ranks, ends), axis.watchdog)
+    pending = Pending(axis.watchdog.begin(what, "", leaves, axis.ranks, ends, True), axis.watchdog)
     tag = 0 if axis.native else _tag_of(pending.collective, axis)
     sends = [dist.P2POp(dist.isend, each, group=axis.group, group_peer=to, tag=tag) for each in sent]
     receives = [dist.P2POp(dist.irecv, each, group=axis.group, group_peer=source, tag=tag) for each in received]
@@ -406,8 +406,8 @@ def _trade(
 
 def _tag_of(collective: Collective, axis: Axis) -> int:
     """The tag of a collective that is of no unit."""
-    kind = crc32(collective.direction.encode()) % ((WORDS - KINDS) // TURNS)
-    return _own_tag(KINDS + kind * TURNS + collective.turn % TURNS, axis)
+    kind = crc32(collective.direction.encode()) + collective.attempt
+    return _own_tag(KINDS + kind % ((WORDS - KINDS) // TURNS) * TURNS + collective.turn % TURNS, axis)
 
 
 def _own_tag(tag: int, axis: Axis) -> int:

@@ -199,7 +199,7 @@ class Reducer:
         for unit in self._order:
             unit.gradients.forget_error()
         self._backward = None
-        self._status.forwards = 0
+        self._status.abandon()
         self.leaf = Leaf()  # the window begins anew
 
     def detach(self) -> None:

@@ -46,9 +46,12 @@ class Place(enum.IntEnum):
     BEGIN = 0
     ROUND = 1
     LEAVES = 2
+    END = 3
 
     def text(self, number: int) -> str:
-        """Where that is, before round `number`, for messages."""
+        """Where that is, with the next round's number, for messages."""
+        if self is Place.END:
+            return "at step(), after all of its micro-batches"
         what = ("at begin_step(), before", "at", "at step(), after a forward without its backward, of")
         return f"{what[self]} micro-batch {number + 1}"
 
@@ -123,7 +126,7 @@ class Rounds:
         while self._follows and any(active := self._active(place, False)):
             self._follow(active.index(True))
         if self._said is not None and self._world.size > 1:
-            self._agreed(place, 0)  # no rank that has run more than it said goes on with the next step
+            self._agreed(Place.END, 0)  # no rank that has run more than it said goes on with the next step
 
     def reset(self) -> None:
         """The step is over, or begins anew after an exception, which those that follow this rank are told of."""
@@ -156,7 +159,7 @@ class Rounds:
 
     def _agreed(self, place: Place, number: int | Exception) -> list[int]:
         """The numbers of all ranks; RuntimeError on all where they are not at one place of one step. Collective."""
-        told = number if isinstance(number, Exception) else [place, self._round, number]
+        told = number if isinstance(number, Exception) else [place, self._round * (place is not Place.END), number]
         rows = agree(told, self._world, "begin_step()" if place is Place.BEGIN else "", name=EXCHANGE)
         if len({(at, done) for at, done, _ in rows}) > 1:
             there = difference_text([Place(at).text(done) for at, done, _ in rows], "", self._world.ranks)

@@ -93,14 +93,19 @@ class Watchdog:
         sent: int = 0,
         ranks: tuple[int, ...] = (),
         needs: tuple[int, ...] = (),
+        attends: bool = False,
     ) -> Collective:
-        """Record the begin of a collective among `ranks`, which sends `sent` bytes from this rank; see `Collective`."""
+        """Record the begin of a collective among `ranks`, which sends `sent` bytes from this rank; see `Collective`.
+
+        `attends`: it is of attention that ranks share.
+        """
         status = self.status
         with self._counting:  # an update beside the training loop sends, too
             status.number += 1
             status.sent += sent
-            begun = Collective(direction, unit, status.number, sent, ranks, needs=needs)
-            status.last = collective = begun._replace(turn=status.count(begun.text, ranks))
+            status.attends |= attends
+            begun = Collective(direction, unit, status.number, sent, ranks, 0, needs, status.attempt * attends)
+            status.last = collective = begun._replace(turn=status.count(begun))
         if self.order is not None:
             self.order.append(collective.text)
         self.events.began(collective.number)
@@ -156,7 +161,8 @@ class Watchdog:
                 yield
             if phase is Phase.STEP:
                 status.steps += 1
-                status.error = ""  # all ranks have come to this step: what one raised before does not part them
+                # All ranks have come to this step: what one of them raised before does not part them.
+                status.attends, status.error = False, ""
         except BaseException as error:
             status.fail(error)
             self._tell()
