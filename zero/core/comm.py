@@ -335,7 +335,7 @@ def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm"
         if axis.native:
             works = [_all_gather(out.view(-1), values.contiguous(), group=axis.group, async_op=True)]
         else:
-            out[axis.rank] = values
+            out[axis.rank] = values.reshape(-1)
             works = _trade([out[axis.rank]] * axis.size, out, axis, collective)
     axis.watchdog.wait(works, collective, on_host=read)
     return out.to(values.device)
