@@ -260,6 +260,57 @@ def test_who_breaks_its_word_is_named(pool):
     assert "waited for the next word from rank 0 of its micro-batch 2, after all of this rank's own" in waited
 
 
+def unsaid(stage: int) -> list[str]:
+    """Rank 0 alone says how many it runs, and then runs one more than it has said, behind a step of which all said."""
+    engine = made({"stage": stage, "cut": stage == 3, **UNMANAGED, "zero": {"reduce_every_micro_batch": True}})
+
+    def run(said: bool, count: int = 1) -> None:
+        if said:
+            engine.begin_step(1)
+        for index in range(count):
+            engine.backward(engine(*inputs(0, 2 * index + mine())))
+        engine.step()
+
+    seen = [said_by(lambda: run(not mine())), said_by(lambda: run(False)), said_by(lambda: run(True, 2 - mine()))]
+    seen += [said_by(lambda: run(True)) if not mine() else "nothing", said_by(lambda: run(False))]
+    return [*seen, str(engine.global_steps)]
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+def test_a_word_that_one_rank_alone_gave_or_broke_is_an_error_on_all(pool, stage):
+    first, second = pool.run(2, unsaid, stage)
+    text = "RuntimeError: the ranks are not in one step, perhaps after an exception on some: rank 0: at begin_step(), "
+    assert first[0] == second[0] == f"{text}before micro-batch 1; rank 1: at micro-batch 1"
+    assert "micro-batch 2 of a step of which begin_step(micro_batches=1) was said on rank 0" in first[2]
+    assert first[3] == second[2] == f"{text}before micro-batch 1; rank 1: at step(), after all of its micro-batches"
+    assert [first[1], *first[4:]] == [second[1], *second[4:]] == ["nothing", "nothing", "2"]
+
+
+def forgotten(kind: str) -> str:
+    """One rank goes on behind a forward without its backward."""
+    engine = made({"stage": 3, "cut": True, **({} if kind == "skips" else UNMANAGED), "zero": {"timeout": 60}})
+
+    def run(forgets: bool) -> None:
+        loss = engine(*inputs(0, mine()))
+        if not forgets:
+            engine.backward(loss)
+        if kind == "steps" or not forgets:
+            engine.step()
+
+    def both() -> None:
+        run(mine() == 1)
+        run(False)
+
+    return said_by(both)
+
+
+@pytest.mark.parametrize("kind", ["steps", "skips"])
+def test_a_forward_without_its_backward_is_named_far_before_the_time_out(pool, kind):
+    for said in pool.run(2, forgotten, kind):
+        assert "rank 1 went on after a forward without its backward; ranks 0, 1 wait for each other, and" in said
+        assert "zero.timeout" not in said
+
+
 def refused() -> list[str]:
     engine = made({"stage": 3, **UNMANAGED})
     said = [said_by(lambda: engine.begin_step(-1 if mine() else 2))]

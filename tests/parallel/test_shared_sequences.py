@@ -5,6 +5,7 @@ The oracle is the model of transformers in plain torch, on the whole batch. Pack
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import longer
+from ranks import said_by
 from sharing import (
     DOCUMENTS,
     LENGTH,
@@ -319,6 +322,35 @@ def test_recomputed_attention_of_two_forwards_with_different_documents_is_named(
     engine.backward(engine(**inputs(0, "packed")).loss)  # and it goes on
     engine.step()
     engine.destroy()
+
+
+@needs_transformers
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("mode", "stage", "in_backward"),
+    [("ring", 0, False), ("ulysses", 0, True), *longer(("ring", 3, True), ("ulysses", 3, False))],
+)
+def test_a_rank_that_raises_in_attention_and_goes_on_is_named(mode: str, stage: int, in_backward: bool) -> None:
+    model, bad = build("llama"), [1][dist.get_rank() :]
+    engine, *_ = zero.initialize(model=model, config=settings(stage, 2, mode))
+
+    def refuse(*_: Any) -> None:
+        if bad:
+            bad.pop()
+            raise ValueError("bad sample")
+
+    module = model.model.layers[1].self_attn.o_proj
+    (module.register_full_backward_pre_hook if in_backward else module.register_forward_pre_hook)(refuse)
+
+    def train() -> None:
+        for number in range(2):
+            with contextlib.suppress(ValueError):
+                engine.backward(engine(**inputs(number, "plain")).loss)
+                engine.step()
+
+    said = said_by(train)
+    assert "rank 0 raised ValueError: bad sample in " in said and " and went on" in said
+    assert "ranks 0, 1 wait for each other, and nothing can come" in said
 
 
 @needs_transformers

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from zero.errors import Parted
@@ -25,6 +25,7 @@ SAYS = 10.0  # seconds without progress before the first line about it
 AGAIN = 60.0  # seconds between two lines
 ALIKE = 2.0  # seconds within which ranks have stopped together
 SURE = 3.0  # seconds for which a reason to give up must last
+DEAD = 20.0  # seconds without any word of a rank, which is gone then, or stopped
 KINDS = {"ValueError": ValueError, "RuntimeError": RuntimeError, "OSError": OSError}
 
 
@@ -67,9 +68,9 @@ class StoreBarrier:
 
         An exception as a `value`, or from `decide`, is raised on all ranks, as OSError, ValueError or RuntimeError
         that names the rank. Raises RuntimeError that names rank and `phase` where a rank makes no progress for
-        `timeout` seconds, and where the store is gone. `in_call`: all ranks are inside of one call of the engine, so
-        one that has raised or ended, and does not call again within a few seconds, is not waited for. Between `start`
-        and `shut`.
+        `timeout` seconds or is gone, and where the store is. `in_call`: all ranks are inside of one call of the
+        engine, so one that has raised or ended, and does not call again within a few seconds, is not waited for.
+        Between `start` and `shut`.
         """
         self._round += 1
         mine = _error_of(value) if isinstance(value, BaseException) else {"value": value}
@@ -119,7 +120,9 @@ class StoreBarrier:
                 )
             why = cause(store.view(), sys.maxsize, SAVES) if in_call and store.records.read_at > began else ""
             since = (since or now) if why else 0.0
-            if why and now - since > SURE:
+            if not why or now - since <= SURE:
+                why = self._gone(quiet)
+            if why:
                 raise Lost(f"rank {rank}, {phase}, waits for {ranks_text(missing)} in vain: {why}")
             if silent > timeout:
                 raise Lost(
@@ -135,6 +138,16 @@ class StoreBarrier:
                 text = f"rank {rank}, {phase}: {who} made no progress for {silent:.0f} s"
                 logger.log(logging.WARNING, "%s%s", text, f"; perhaps {SAVES}" if in_call else "")
         return received
+
+    def _gone(self, ranks: Iterable[int]) -> str:
+        """Which of these have ended without a word, or are stopped; "" if none has.
+
+        Where a collective has failed on this rank, somebody is gone, and a short silence tells who.
+        """
+        view = self._store.view()
+        limit = view.silence if self._status.gave_up else DEAD
+        gone = [rank for rank in ranks if rank in view.others and view.others[rank].silent > limit]
+        return f"{ranks_text(gone)} gone: not heard of for more than {limit:.0f} s" if gone else ""
 
 
 def _answer(

@@ -17,15 +17,18 @@ _AT_ONCE = 248  # bytes that travel with the length, before it is known who says
 _KINDS = (ValueError, OSError, RuntimeError)
 
 
-def agree(value: Any, over: Axis, what: str = "", raises: Sequence[type[Exception]] = _KINDS) -> list[Any]:
-    """What each rank of `over` says, in their order: whatever JSON holds. Collective.
+def agree(
+    value: Any, over: Axis, what: str = "", raises: Sequence[type[Exception]] = _KINDS, name: str = "comparison"
+) -> list[Any]:
+    """What each rank of `over` says, in their order: whatever JSON holds. Collective; `name` it, for messages.
 
     An exception as a `value` is raised on all ranks: here as it is, elsewhere as the first of `raises` that it is, else
     as the last, with `what` (if anything), the first rank that has one, and its text.
     """
     error = value if isinstance(value, BaseException) else None
     kind = next((at for at, each in enumerate(raises) if isinstance(error, each)), len(raises) - 1)
-    said = [json.loads(text) for text in _texts(json.dumps([-1, value] if error is None else [kind, str(error)]), over)]
+    mine = json.dumps([-1, value] if error is None else [kind, str(error)])
+    said = [json.loads(text) for text in _texts(mine, over, name)]
     if error is not None:
         raise error
     for rank, (kind, text) in zip(over.ranks, said, strict=True):
@@ -47,19 +50,19 @@ def alike(lines: Sequence[str], over: Axis, what: str, nothing: str = "nothing")
         raise RuntimeError(f"{what.format(index=index)}: {difference_text(there, nothing, over.ranks)}")
 
 
-def _texts(text: str, over: Axis) -> list[str]:
+def _texts(text: str, over: Axis, name: str) -> list[str]:
     data = text.encode()
     if over.size == 1:
         return [text]
-    rows = _gathered(len(data).to_bytes(8, "little") + data[:_AT_ONCE].ljust(_AT_ONCE), over)
+    rows = _gathered(len(data).to_bytes(8, "little") + data[:_AT_ONCE].ljust(_AT_ONCE), over, name)
     lengths = [int.from_bytes(row[:8], "little") for row in rows]
     rows = [row[8:] for row in rows]
     if max(lengths) > _AT_ONCE:
-        rows = _gathered(data.ljust(max(lengths)), over)
+        rows = _gathered(data.ljust(max(lengths)), over, name)
     return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
 
-def _gathered(data: bytes, over: Axis) -> list[bytes]:
+def _gathered(data: bytes, over: Axis, name: str) -> list[bytes]:
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = comm.gather_scalars(mine.to(local_device()) if over.native else mine, over, "comparison")
+    rows = comm.gather_scalars(mine.to(local_device()) if over.native else mine, over, name)
     return [bytes(row.numpy()) for row in rows.cpu()]

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -39,8 +40,9 @@ FIRST_TAG = 1 << 20
 # Each engine has so many tags. They are used again by the engine that comes so many engines later: a tag has 31 bits.
 TAGS, ENGINES = 1 << 17, 1 << 12
 WORDS = TAGS - 1  # the tag of what is told, in order
-# And those from here on of what is sent on, another one each time: what nobody took is not taken for what comes later.
-PASSED = TAGS // 2
+# And those from here on of small exchanges and of what is sent on: TURNS for each kind, another one each time. So ranks
+# that part wait for each other, and what nobody took is not taken for what comes later.
+KINDS, TURNS = TAGS // 2, 1 << 8
 DEAL_TAG = FIRST_TAG - 1  # what is dealt follows one order, so that one tag is enough
 
 # torch 2.13 renamed both and warns on the old names; older releases have only those.
@@ -82,7 +84,7 @@ def gather(full: torch.Tensor, axis: Axis, tag: int, rows: int = 1) -> Transfer:
     """
     if axis.size == 1:
         return Transfer((), full)
-    pending = Pending(axis.watchdog.began(tag, _sent(full, axis)), axis.watchdog)
+    pending = Pending(axis.watchdog.began(tag, _sent(full, axis), axis.ranks), axis.watchdog)
     if axis.native:
         return _gather_native(full, axis, pending, rows)
     tag = _own_tag(tag, axis)
@@ -167,7 +169,7 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
     numel = flat.numel() // axis.size
     if axis.size == 1:
         return Inbox(flat, (flat,), ((),), (), max(1, numel), None, pairwise)
-    pending = Pending(axis.watchdog.began(tag, _sent(flat, axis)), axis.watchdog)
+    pending = Pending(axis.watchdog.began(tag, _sent(flat, axis), axis.ranks), axis.watchdog)
     if axis.native and (pairwise or flat.dtype == torch.uint8 or flat.itemsize <= axis.summed_here):
         received = torch.empty_like(flat)
         work = dist.all_to_all_single(received, flat, group=axis.reducing_group, async_op=True)
@@ -212,7 +214,8 @@ def broadcast(tensor: torch.Tensor, source: int, axis: Axis, unit: str = "") -> 
     for dim, stride in enumerate(tensor.stride()):
         tensor = tensor if stride else tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
     sent = tensor.contiguous()
-    collective = axis.watchdog.begin("broadcast", unit, sent.nbytes if axis.rank == source else 0)
+    leaves = sent.nbytes if axis.rank == source else 0
+    collective = axis.watchdog.begin("broadcast", unit, leaves, axis.ranks, (axis.ranks[source],))
     with axis.watchdog.sending(collective):
         # As bytes: not every backend knows every dtype.
         work = dist.broadcast(sent.view(-1).view(torch.uint8), group=axis.group, group_src=source, async_op=True)
@@ -233,7 +236,7 @@ def deal(values: torch.Tensor, numel: int, axis: Axis) -> torch.Tensor:
     pieces = [min(rank * numel, flat.numel()) for rank in range(axis.size + 1)]  # where each rank's elements begin
     count = pieces[axis.rank + 1] - pieces[axis.rank]
     others = flat.numel() - pieces[1] if axis.rank == 0 else 0
-    collective = axis.watchdog.begin("scatter", sent=others * flat.itemsize)
+    collective = axis.watchdog.begin("scatter", "", others * flat.itemsize, axis.ranks, axis.ranks[:1])
     with axis.watchdog.sending(collective):
         # Messages, and not the backend's scatter, whose thread would hold on to the values for a while longer. As
         # bytes: not every backend knows every dtype.
@@ -262,13 +265,18 @@ def exchange(flat: torch.Tensor, sends: Sequence[int], receives: Sequence[int], 
         return flat
     sent = flat if axis.native else flat.cpu()  # gloo sends from host memory only
     out = torch.empty(sum(receives), dtype=flat.dtype, device=sent.device)
-    collective = axis.watchdog.begin(what, sent=(flat.numel() - sends[axis.rank]) * flat.itemsize)
+    leaves = (flat.numel() - sends[axis.rank]) * flat.itemsize
+    collective = axis.watchdog.begin(what, "", leaves, axis.ranks, axis.ranks, attends=True)
     counts = [[count * flat.itemsize for count in part] for part in (receives, sends)]
+    parts = [part.view(torch.uint8) for part in (out, sent)]  # as bytes: not every backend knows every dtype
     with axis.watchdog.sending(collective):
-        # As bytes: not every backend knows every dtype.
-        parts = (part.view(torch.uint8) for part in (out, sent))
-        work = dist.all_to_all_single(*parts, *counts, group=axis.group, async_op=True)
-    axis.watchdog.wait((work,), collective)
+        if axis.native:
+            works = [dist.all_to_all_single(*parts, *counts, group=axis.group, async_op=True)]
+        else:
+            came, leaves = (part.split(count) for part, count in zip(parts, counts, strict=True))
+            came[axis.rank].copy_(leaves[axis.rank])
+            works = _trade(leaves, came, axis, collective)
+    axis.watchdog.wait(works, collective)
     return out.to(flat.device)
 
 
@@ -304,9 +312,9 @@ def send_on(
     there = device if axis.native else torch.device("cpu")  # gloo sends from host memory only
     sent = [each.to(there) for each in outgoing]
     received = [torch.empty(shape, dtype=dtype, device=there) for shape in shapes]
-    pending = Pending(axis.watchdog.begin(what, sent=sum(each.nbytes for each in sent)), axis.watchdog)
-    axis.watchdog.passages += 1
-    tag = 0 if axis.native else _own_tag(PASSED + axis.watchdog.passages % (WORDS - PASSED), axis)
+    leaves, ends = sum(each.nbytes for each in sent), (axis.ranks[to], axis.ranks[source])
+    pending = Pending(axis.watchdog.begin(what, "", leaves, axis.ranks, ends, True), axis.watchdog)
+    tag = 0 if axis.native else _tag_of(pending.collective, axis)
     sends = [dist.P2POp(dist.isend, each, group=axis.group, group_peer=to, tag=tag) for each in sent]
     receives = [dist.P2POp(dist.irecv, each, group=axis.group, group_peer=source, tag=tag) for each in received]
     with axis.watchdog.sending(pending.collective):
@@ -321,12 +329,16 @@ def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm"
     """
     if axis.size == 1:
         return values[None]
-    out = torch.empty(axis.size * values.numel(), dtype=values.dtype, device=values.device)
-    collective = axis.watchdog.begin(what, sent=_sent(out, axis))
+    out = torch.empty(axis.size, values.numel(), dtype=values.dtype, device=values.device if axis.native else "cpu")
+    collective = axis.watchdog.begin(what, "", _sent(out, axis), axis.ranks)
     with axis.watchdog.sending(collective):
-        work = _all_gather(out, values.contiguous(), group=axis.group, async_op=True)
-    axis.watchdog.wait((work,), collective, on_host=read)
-    return out.view(axis.size, -1)
+        if axis.native:
+            works = [_all_gather(out.view(-1), values.contiguous(), group=axis.group, async_op=True)]
+        else:
+            out[axis.rank] = values.reshape(-1)
+            works = _trade([out[axis.rank]] * axis.size, out, axis, collective)
+    axis.watchdog.wait(works, collective, on_host=read)
+    return out.to(values.device)
 
 
 class Word(NamedTuple):
@@ -378,6 +390,24 @@ def words_device(axis: Axis) -> torch.device:
 def _sent(full: torch.Tensor, axis: Axis) -> int:
     """Bytes that leave this rank in a gather or a scatter of `full`: a part for each other rank, or those of a ring."""
     return full.nbytes // axis.size * (axis.size - 1)
+
+
+def _trade(
+    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], axis: Axis, collective: Collective
+) -> list[dist.Work]:
+    """Start to send each other rank its tensor, and to receive from it.
+
+    Not by a collective of gloo: that takes what comes for what was meant, and ends the process over another size.
+    """
+    tag, peers = _tag_of(collective, axis), [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+    works = [dist.irecv(received[peer], group=axis.group, group_src=peer, tag=tag) for peer in peers]
+    return works + [dist.isend(sent[peer], group=axis.group, group_dst=peer, tag=tag) for peer in peers]
+
+
+def _tag_of(collective: Collective, axis: Axis) -> int:
+    """The tag of a collective that is of no unit."""
+    kind = crc32(collective.direction.encode()) + collective.attempt
+    return _own_tag(KINDS + kind % ((WORDS - KINDS) // TURNS) * TURNS + collective.turn % TURNS, axis)
 
 
 def _own_tag(tag: int, axis: Axis) -> int:

@@ -18,6 +18,7 @@ from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.log import logger, rank
 from zero.plan.sharding import Sharding
+from zero.watchdog.rank_status import RankStatus
 
 
 @dataclass
@@ -78,6 +79,7 @@ class Reducer:
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
         self._every_micro_batch = sharding.grads
         self._prefetcher = prefetcher
+        self._status = units[0].mesh.data.watchdog.status if units else RankStatus(0)
         self.on_last: Callable[[], object] = bool
         self.on_flush: list[Callable[[], None]] = []
         self._backward: Backward | None = None  # that has begun and was not flushed yet
@@ -108,9 +110,7 @@ class Reducer:
         if self._backward is None:
             if count is None and self.weights.needed:
                 raise RuntimeError(NO_TOKENS)
-            self.on_begin()
-            self._backward = Backward()
-            self.finite.begin()
+            self._begin()
             if self.boundary:
                 self.on_last()
         if count is not None:
@@ -132,9 +132,7 @@ class Reducer:
     def flush(self) -> None:
         """End a backward: fire what has not fired, in order, and wait until all sums are there."""
         if self._backward is None:
-            self.on_begin()
-            self._backward = Backward()
-            self.finite.begin()  # it reached none of our parameters, and counts all the same
+            self._begin()  # it reached none of our parameters, and counts all the same
         self.weights.counts.append(1.0 if self._backward.count is None else self._backward.count)
         self.end()
 
@@ -165,6 +163,7 @@ class Reducer:
             if self.pending:
                 unit.gradients.widen()
         self._backward = None
+        self._status.forwards = 0
         self.rounds += 1
         self.leaf = self.leaf._replace(backward=self.leaf.backward + 1)
         self._prefetcher.end_of_backward()
@@ -212,6 +211,7 @@ class Reducer:
         for unit in self._order:
             unit.gradients.forget_error()
         self._backward = None
+        self._status.abandon()
         self.leaf = Leaf()  # the window begins anew
 
     def detach(self) -> None:
@@ -241,6 +241,12 @@ class Reducer:
             self.begin()
 
         handles += [after.register_prehook(outer_goes_on) for after, _ in node.next_functions if after is not None]
+
+    def _begin(self) -> None:
+        self.on_begin()
+        self._status.forwards = max(0, self._status.forwards - 1)
+        self._backward = Backward()
+        self.finite.begin()
 
     @property
     def _fires(self) -> bool:

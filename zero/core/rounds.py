@@ -16,8 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from zero.core import comm
 from zero.core.agree import agree
 from zero.core.prefetcher import ParamPrefetcher
@@ -40,6 +38,25 @@ class Verb(enum.IntEnum):
     SUM = 2
     END = 3
     FAILED = 4
+
+
+class Place(enum.IntEnum):
+    """Where a rank takes part in an exchange of the rounds."""
+
+    BEGIN = 0
+    ROUND = 1
+    LEAVES = 2
+    END = 3
+
+    def text(self, number: int) -> str:
+        """Where that is, with the next round's number, for messages."""
+        if self is Place.END:
+            return "at step(), after all of its micro-batches"
+        what = ("at begin_step(), before", "at", "at step(), after a forward without its backward, of")
+        return f"{what[self]} micro-batch {number + 1}"
+
+
+EXCHANGE = "exchange of who runs the next micro-batch of the step"
 
 
 class Rounds:
@@ -73,7 +90,10 @@ class Rounds:
             wrong = ValueError(f"begin_step(micro_batches={micro_batches!r}): wanted an integer of at least 0")
         elif self._round or self._open:
             wrong = RuntimeError("begin_step() after a micro-batch of the step; call it before the first forward")
-        self._said = agree(wrong or micro_batches, self._world, "begin_step()")
+        if wrong and self._told:
+            self._leave(str(wrong))
+            raise wrong
+        self._said = self._agreed(Place.BEGIN, wrong or micro_batches)
         return self._said
 
     def enter(self) -> None:
@@ -86,7 +106,7 @@ class Rounds:
                 f"micro-batch {self._round + 1} of a step of which begin_step(micro_batches={self._said[mine]}) was "
                 f"said on rank {self._world.global_rank}; call step() before it, or say how many there are"
             )
-        active = self._active(True)
+        active = self._active(Place.ROUND, True)
         self._open = True
         if self._follows and (told := self._followers(active)):
             self._told = told
@@ -100,39 +120,51 @@ class Rounds:
                 f"step() after {self._round} of {self._said[mine]} micro-batches that begin_step() was told of on rank "
                 f"{self._world.global_rank}; other ranks wait for the rest"
             )
-        while self._follows and any(active := self._active(False)):
+        if self._open and self._told:
+            raise RuntimeError(f"step() without the backward of micro-batch {self._round + 1}, whose forward has run")
+        place = Place.LEAVES if self._open else Place.ROUND
+        while self._follows and any(active := self._active(place, False)):
             self._follow(active.index(True))
+        if self._said is not None and self._world.size > 1:
+            self._agreed(Place.END, 0)  # no rank that has run more than it said goes on with the next step
 
     def reset(self) -> None:
         """The step is over, or begins anew after an exception, which those that follow this rank are told of."""
         if self._follows and self._said is not None and not self._open:
-            self._told = self._followers(self._active(True))
+            self._told = self._followers(self._active(Place.ROUND, True))
         if self._told:
-            error = self._world.watchdog.status.error or "an exception"
-            with contextlib.suppress(RuntimeError):  # the other ranks are gone
-                self._tell(Verb.FAILED, list(error.encode()))
-                comm.delivered(self._sent, self._world)  # whatever this rank does then, perhaps it ends
+            self._leave(self._world.watchdog.status.error or "an exception")
         self._close()
         self._said, self._round = None, 0
+
+    def _leave(self, error: str) -> None:
+        """Tell those that follow this rank that its round does not end."""
+        with contextlib.suppress(RuntimeError):  # the other ranks are gone
+            self._tell(Verb.FAILED, list(error.encode()))
+            comm.delivered(self._sent, self._world)  # whatever this rank does then, perhaps it ends
+        self._close()
 
     def _followers(self, active: list[bool]) -> list[int]:
         """The places of those that have no micro-batch in a round, where this rank is the first that has one."""
         leads = any(active) and active.index(True) == self._world.rank
         return [place for place, runs in enumerate(active) if not runs] if leads else []
 
-    def _active(self, mine: bool) -> list[bool]:
+    def _active(self, place: Place, mine: bool) -> list[bool]:
         """Which ranks run the round that comes; collective, unless they have said."""
         if self._said is not None:
             return [count > self._round for count in self._said]
         if not self._follows:
             return [mine] * self._world.size
-        row = torch.tensor([mine, self._round], device=comm.words_device(self._world))
-        what = f"exchange before micro-batch {self._round + 1} of the step, of who runs one"
-        rows = comm.gather_scalars(row, self._world, what).tolist()
-        if len({at for _, at in rows}) > 1:
-            there = difference_text([f"at micro-batch {at + 1}" for _, at in rows], "", self._world.ranks)
+        return [bool(runs) for runs in self._agreed(place, int(mine))]
+
+    def _agreed(self, place: Place, number: int | Exception) -> list[int]:
+        """The numbers of all ranks; RuntimeError on all where they are not at one place of one step. Collective."""
+        told = number if isinstance(number, Exception) else [place, self._round * (place is not Place.END), number]
+        rows = agree(told, self._world, "begin_step()" if place is Place.BEGIN else "", name=EXCHANGE)
+        if len({(at, done) for at, done, _ in rows}) > 1:
+            there = difference_text([Place(at).text(done) for at, done, _ in rows], "", self._world.ranks)
             raise RuntimeError(f"the ranks are not in one step, perhaps after an exception on some: {there}")
-        return [bool(runs) for runs, _ in rows]
+        return [each for *_, each in rows]
 
     @contextlib.contextmanager
     def _span(self, verb: str, name: str) -> Iterator[None]:

@@ -166,7 +166,7 @@ def _agreed(world: World, same: dict[str, int]) -> tuple[int, int]:
     mine = [watchdog.number, per_node, -per_node, *same.values(), *(-size for size in same.values())]
     highest = torch.tensor(mine, device=local_device() if world.native else "cpu")
     with watchdog.call(Phase.INITIALIZE):
-        collective = watchdog.begin("comparison")
+        collective = watchdog.begin("comparison of engines", ranks=world.ranks)
         with watchdog.sending(collective):
             work = dist.all_reduce(highest, dist.ReduceOp.MAX, group=world.group, async_op=True)
         watchdog.wait((work,), collective, on_host=True)

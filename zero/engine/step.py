@@ -300,7 +300,9 @@ class TrainingStep:
         try:
             with watched, timed, self._precision.forward(), self._seeded(), self.recomputing.scope():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
-                return call(*inputs, **kwargs)
+                output = call(*inputs, **kwargs)
+            self._sharded.world.watchdog.status.forwards += torch.is_grad_enabled()
+            return output
         except BaseException as error:
             self._abandon()
             if (why := self._precision.mixed(error, self._sharded.module)) is not None:

@@ -26,6 +26,7 @@ SAYS = 4.0  # seconds of a wait before the first line, which thus appears within
 AGAIN = 60.0  # seconds between two lines
 READS = 0.3  # seconds of a wait before the other ranks' records are read
 SURE = 1.0  # seconds of a wait before another rank's exception ends it
+STUCK = 2.0  # seconds for which ranks that wait for each other must have said the same
 LEAVES = 10.0  # seconds for a thread to leave an ended wait
 EXPLAINS = 6.0  # maximal seconds to explain a failed wait
 TOLD = 0.2  # seconds after which a record has reached the store
@@ -58,6 +59,7 @@ class HangDetector(threading.Thread):
         self._next = 0.0  # time.monotonic() of the next line about it
         self._answers = 0.0  # time.monotonic() of the next answer to ranks that wait for this one
         self._asks = 0  # the store's asks already answered
+        self._stuck: tuple[dict[int, float], float] = ({}, 0.0)  # ranks that wait for each other; since when
         self._resumed = 0.0  # time.monotonic() at which this process continued after it was stopped
         self._wake = threading.Event()
         self._ended = False
@@ -105,13 +107,29 @@ class HangDetector(threading.Thread):
             self._store.reading = age > READS
             view = self._store.view()
             why = report.cause(view, waiting.collective.number) if age > SURE else ""
-            if why:
+            status.look(waiting, view)
+            if not why and self._hopeless(view, now):
+                who = f"{report.ranks_text(self._stuck[0])} wait for each other, and nothing can come"
+                why = f"{report.blame(view, status.record(0, 0), self._stuck[0])}; {who}"
+                self._give_up(waiting, f"{why}; {self._subject(waiting, age)}; {self._there(view, waiting)}")
+            elif why:
                 self._give_up(waiting, f"{why}; {self._subject(waiting, age)}")
             elif age >= self._timeout:
                 text = f"{self._subject(waiting, age)}, the time-out (zero.timeout)"
-                self._give_up(waiting, f"{text}; {report.hang_report(view, waiting.collective.text)}")
+                self._give_up(waiting, f"{text}; {self._there(view, waiting)}")
             elif age >= SAYS:
                 self._say(waiting, age, now)
+
+    def _hopeless(self, view: report.View, now: float) -> bool:
+        """Whether ranks have waited for each other, this one among them, in all that they said for a while."""
+        stuck, (before, since) = report.deadlock(view, self._status.record(0, 0)), self._stuck
+        self._stuck = (stuck, since if stuck == before else now)
+        fresh = all(seen.silent < view.silence for rank, seen in view.others.items() if rank in stuck)
+        return bool(stuck) and fresh and now - self._stuck[1] > STUCK
+
+    @staticmethod
+    def _there(view: report.View, waiting: Waiting) -> str:
+        return report.hang_report(view, waiting.collective.text)
 
     def _waiting(self) -> Waiting | None:
         if self._device is not None:

@@ -39,7 +39,10 @@ class Record:
     error:   the last exception that left the engine, as text; kept when the rank continues;
     fault:   0, or the place of that exception among those of all ranks, until the rank continues;
     missing: the ranks whose absence made it give up; empty if the exception is its own;
-    progress: grows while it writes a checkpoint.
+    progress: grows while it writes a checkpoint;
+    forwards: that built a graph and have had no backward, since the last one;
+    since, among, turn, needs: what its training loop waits for: the begin, by its clock, and as in `Collective`;
+    owes:    waits of other ranks, by rank and begin, for what it has not begun when that wait of its own had.
     """
 
     rank: int
@@ -56,6 +59,12 @@ class Record:
     missing: tuple[int, ...] = ()
     gave_up: bool = False
     progress: int = 0
+    forwards: int = 0
+    since: float = 0.0
+    among: int = 0
+    turn: int = 0
+    needs: tuple[int, ...] = ()
+    owes: tuple[tuple[int, float], ...] = ()
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -65,7 +74,8 @@ class Record:
 def record_of(text: str | bytes) -> Record:
     """The record from the text of `to_json`."""
     values = json.loads(text)
-    return Record(**values | {"phase": Phase(values["phase"]), "missing": tuple(values["missing"])})
+    lists = {name: tuple(values[name]) for name in ("missing", "needs")}
+    return Record(**values | lists | {"phase": Phase(values["phase"]), "owes": tuple(map(tuple, values["owes"]))})
 
 
 class Seen(NamedTuple):
@@ -206,6 +216,35 @@ def cause(view: View, number: int, perhaps: str = FEWER) -> str:
         return _gone(view, gone, perhaps)
     # A rank that gave up has closed its connections, or is about to.
     return next((_told(record) for record in _faults(view) if record.gave_up), "")
+
+
+def deadlock(view: View, own: Record) -> dict[int, float]:
+    """The ranks that wait for each other for ever, this one among them, with the begin of their waits; {} if none do.
+
+    A rank's wait can not end before all that it needs have begun their part, and who waits begins nothing. So if each
+    of some ranks waits for one of them that has not begun its part, none of these waits ends.
+    """
+    records = {record.rank: record for record in (own, *(seen.record for seen in view.others.values()))}
+    stuck = {rank: record.since for rank, record in records.items() if record.waits and record.turn}
+    while True:
+        owed = {(rank, since) for other in stuck for rank, since in records[other].owes}
+        left = {rank: since for rank, since in stuck.items() if (rank, since) in owed}
+        if left == stuck:
+            return stuck if own.rank in stuck else {}
+        stuck = left
+
+
+def blame(view: View, own: Record, stuck: Iterable[int]) -> str:
+    """Why these ranks wait for each other, as far as their records tell."""
+    others = [view.others[rank].record for rank in stuck if rank != own.rank]
+    records = sorted([own, *others], key=lambda record: record.rank)
+    if raised := [record for record in records if record.error]:
+        return "; ".join(f"rank {record.rank} raised {record.error} and went on" for record in raised)
+    most = max(record.forwards for record in records)
+    if skipped := [record.rank for record in records if record.forwards < most]:
+        skipped = [rank for rank in sorted(stuck) if rank not in skipped]
+        return f"{ranks_text(skipped)} went on after a forward without its backward"
+    return f"{ranks_text(stuck)} run different parts of the program"
 
 
 UNKNOWN = "a message failed though every other rank still speaks"

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
+import zlib
 from typing import NamedTuple
 
-from zero.watchdog.hang_report import Phase, Record, clipped
+from zero.watchdog.hang_report import Phase, Record, View, clipped
+
+Among = tuple[tuple[int, ...], int]  # ranks, and an attempt
+MOST_OWED = 16  # waits of other ranks in a record: a cycle needs one of each
 
 
 class Collective(NamedTuple):
-    """A collective that this rank has begun; `number` counts them, and `sent` are its bytes that leave this rank."""
+    """A collective that this rank has begun; `number` counts them, and `sent` are its bytes that leave this rank.
+
+    ranks: that have a part in it, () where nobody can tell who has begun it;
+    turn:  which one it is of those with this text among these ranks, from 1;
+    needs: the ranks whose part is waited for, () for all of `ranks`;
+    attempt: of the rank at its step, for what must not meet anything of an attempt that another rank has left.
+    """
 
     direction: str
     unit: str
     number: int
     sent: int = 0
+    ranks: tuple[int, ...] = ()
+    turn: int = 0
+    needs: tuple[int, ...] = ()
+    attempt: int = 0
 
     def __str__(self) -> str:
         """Its name in messages."""
@@ -27,10 +43,11 @@ class Collective(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A thread's current wait, and the time.monotonic() at which it began."""
+    """A thread's current wait, the time.monotonic() at which it began, and the thread; 0: the device waits."""
 
     collective: Collective
     since: float
+    thread: int = 0
 
 
 class FailedWait(NamedTuple):
@@ -47,6 +64,12 @@ class RankStatus:
     A failed update beside the training loop also writes `error` and `failing`; nothing else matters then.
 
     waiting: the wait that blocks now, or None; last: the last collective begun;
+    begun:   how many collectives have begun, by text and by ranks and attempt;
+    attempt: how often a step has ended with an exception inside attention that ranks share, or behind it; attends:
+             whether such attention has begun in this one;
+    loop:    the thread of the training loop; forwards: its forwards that built a graph and have had no
+             backward, since the last one;
+    owes:    a wait of this thread, and the waits of other ranks for what it has not begun, as rank and begin;
     sent:    bytes that have left this rank for others, in messages of the engine;
     error:   the last exception that left the engine; failing: no call has begun since;
     gave_up: why this rank gave up waiting, "" if it has not; missing: the ranks it waited for;
@@ -62,6 +85,12 @@ class RankStatus:
         self.sent = 0
         self.last: Collective | None = None
         self.waiting: Waiting | None = None
+        self.begun: dict[str, dict[Among, int]] = {}
+        self.attempt = 0
+        self.attends = False
+        self.loop = threading.get_ident()
+        self.forwards = 0
+        self.owes: tuple[Waiting | None, tuple[tuple[int, float], ...]] = (None, ())
         self.error = ""
         self.failing = False
         self.gave_up = ""
@@ -80,9 +109,36 @@ class RankStatus:
             return ""
         return f"rank {self.rank} raised {clipped(self.error)}{'' if self.failing else ' and went on'}; "
 
+    def abandon(self) -> None:
+        """The step has ended with an exception, perhaps on this rank alone."""
+        self.attempt += self.attends
+        self.attends, self.forwards = False, 0
+
+    def count(self, begun: Collective) -> int:
+        """Count one more collective with its text among its ranks; returns its turn, 0 without ranks."""
+        turns, among = self.begun.setdefault(begun.text, {}), (begun.ranks, begun.attempt)
+        turns[among] = turns.get(among, 0) + bool(begun.ranks)
+        return turns[among]
+
+    def look(self, waiting: Waiting, view: View) -> None:
+        """Note which ranks wait for what this rank has not begun, and will not before its own wait ends."""
+        records = [seen.record for seen in view.others.values() if seen.record.turn and self._lacks(seen.record)]
+        owed = tuple((record.rank, record.since) for record in records[:MOST_OWED])
+        self.owes = (waiting, owed if waiting.thread == self.loop else ())
+
+    def _lacks(self, record: Record) -> bool:
+        """Whether that rank waits for a part of this one that has not begun."""
+        turns = {digest(among): turn for among, turn in [*self.begun.get(record.waits, {}).items()]}
+        if turns.get(record.among, 0) >= record.turn:
+            return False
+        if record.needs:
+            return self.rank in record.needs
+        return any(digest(among) == record.among for known in [*self.begun.values()] for among in [*known])
+
     def record(self, beat: int, fault: int) -> Record:
         """The record for other ranks."""
-        waiting, last = self.waiting, self.last
+        waiting, last, owes = self.waiting, self.last, self.owes
+        blocked = waiting is not None and waiting.thread == self.loop
         return Record(
             rank=self.rank,
             beat=beat,
@@ -98,4 +154,16 @@ class RankStatus:
             missing=self.missing,
             gave_up=bool(self.gave_up),
             progress=self.progress,
+            forwards=self.forwards,
+            since=waiting.since if blocked else 0.0,
+            among=digest((waiting.collective.ranks, waiting.collective.attempt)) if blocked else 0,
+            turn=waiting.collective.turn if blocked else 0,
+            needs=waiting.collective.needs if blocked else (),
+            owes=owes[1] if owes[0] is waiting else (),
         )
+
+
+@functools.lru_cache
+def digest(among: Among) -> int:
+    """These ranks and this attempt as one number, the same on all of them."""
+    return zlib.crc32(repr(among).encode())

@@ -35,7 +35,6 @@ class Watchdog:
 
     events: those of the engine, for subscribers;
     units: names by index, from which message tags are made;
-    passages: how often something was sent on, which is the same on the ranks of an axis;
     order: texts of the collectives begun since the last check, or None if the order is not checked;
     store: the reports between ranks, None if nothing is sent.
     """
@@ -45,7 +44,6 @@ class Watchdog:
         self.events = Events()
         self.units: Sequence[str] = ()
         self.order: list[str] | None = None
-        self.passages = 0
         self._counting = threading.Lock()
         self.store: StatusStore | None = None
         self._detector: HangDetector | None = None
@@ -82,19 +80,32 @@ class Watchdog:
         """This engine's number among those of its ranks, the same on all of them; 0 if nothing is sent."""
         return 0 if self.store is None else self.store.number
 
-    def began(self, tag: int, sent: int) -> Collective:
+    def began(self, tag: int, sent: int, ranks: tuple[int, ...]) -> Collective:
         """Record the begin of the collective with a message's tag: three per unit, one for each direction."""
         index, direction = divmod(tag, len(DIRECTIONS))
         unit = self.units[index] if index < len(self.units) else f"number {index}"
-        return self.begin(DIRECTIONS[direction], unit, sent)
+        return self.begin(DIRECTIONS[direction], unit, sent, ranks)
 
-    def begin(self, direction: str, unit: str = "", sent: int = 0) -> Collective:
-        """Record the begin of a collective, which sends `sent` bytes from this rank."""
+    def begin(
+        self,
+        direction: str,
+        unit: str = "",
+        sent: int = 0,
+        ranks: tuple[int, ...] = (),
+        needs: tuple[int, ...] = (),
+        attends: bool = False,
+    ) -> Collective:
+        """Record the begin of a collective among `ranks`, which sends `sent` bytes from this rank; see `Collective`.
+
+        `attends`: it is of attention that ranks share.
+        """
         status = self.status
         with self._counting:  # an update beside the training loop sends, too
             status.number += 1
             status.sent += sent
-            status.last = collective = Collective(direction, unit, status.number, sent)
+            status.attends |= attends
+            begun = Collective(direction, unit, status.number, sent, ranks, 0, needs, status.attempt * attends)
+            status.last = collective = begun._replace(turn=status.count(begun))
         if self.order is not None:
             self.order.append(collective.text)
         self.events.began(collective.number)
@@ -109,7 +120,7 @@ class Watchdog:
             self._wait(works, collective, on_host)
 
     def _wait(self, works: Iterable[dist.Work], collective: Collective, on_host: bool) -> None:
-        waiting, device = Waiting(collective, time.monotonic()), self._device
+        waiting, device = Waiting(collective, time.monotonic(), threading.get_ident()), self._device
         try:
             if device is None:
                 self.status.waiting = waiting
@@ -141,7 +152,7 @@ class Watchdog:
     def call(self, phase: Phase) -> Iterator[None]:
         """Inside, this rank is in a call of the engine. An exception that leaves it is reported to the other ranks."""
         status = self.status
-        before, status.phase = status.phase, phase
+        before, status.phase, status.loop = status.phase, phase, threading.get_ident()
         if status.failing and not status.gave_up:
             status.failing = False
             self._tell()  # before other ranks consider this one lost
@@ -150,6 +161,8 @@ class Watchdog:
                 yield
             if phase is Phase.STEP:
                 status.steps += 1
+                # All ranks have come to this step: what one of them raised before does not part them.
+                status.attends, status.error = False, ""
         except BaseException as error:
             status.fail(error)
             self._tell()
