@@ -130,6 +130,8 @@ class UnitLoader:
             return
         for key, (moment, signed) in rule.kept(unit, group, part, make=parameter.moments).items():
             stored, what = parameter.moments[key], f"{key} of '{name}'"
+            if stored.dtype == "uint8" and rule.foreseen and self._index.signed[key] != signed:
+                raise ValueError(f"{what}: the index says that it {'cannot' if signed else 'can'} be negative")
             if DTYPES[stored.dtype] == moment.values.dtype and bool(self._index.signed.get(key, True)) == signed:
                 reader.fill(moment.values[: part.numel], stored, part.start, what, cut)
                 if moment.scales is not None:
