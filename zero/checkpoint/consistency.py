@@ -68,7 +68,9 @@ def _of_parameter(index: Index, parameter: SavedParameter) -> Iterator[tuple[str
         if key == "rows":  # of its matrices
             fits = len(stored.shape) == 1 and not (numel % stored.numel if stored.numel else numel)
         else:
-            blocks = Cut(shape, (whole(shape),)).in_blocks(BLOCK).shape if shape and stored.boxes else (-(-numel // BLOCK),)
+            blocks = (
+                Cut(shape, (whole(shape),)).in_blocks(BLOCK).shape if shape and stored.boxes else (-(-numel // BLOCK),)
+            )
             fits = key in parameter.moments and stored.shape == blocks
         if stored.dtype != "fp32" or not fits:
             yield f"scales.{key}", f"is {stored.dtype} of shape {stored.shape}, which are no scales of {shape}"

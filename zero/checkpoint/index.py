@@ -238,7 +238,9 @@ class Index:
         if not isinstance(values, dict) or values.get("format") != "zero":
             raise Damaged(f"{where} is not the index of a checkpoint of zero")
         if type(values.get("version")) is not int or not 1 <= values["version"] <= VERSION:
-            raise Damaged(f"{where} has format version {_BRIEF.repr(values.get('version'))}; this zero reads 1 to {VERSION}")
+            raise Damaged(
+                f"{where} has format version {_BRIEF.repr(values.get('version'))}; this zero reads 1 to {VERSION}"
+            )
         _check_sum(text, values, where)
         gone = {each.name for each in fields(cls)} - {"excluded", "stripped"} - values.keys()
         if gone:

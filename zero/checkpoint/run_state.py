@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run beside the model's tensors, read, put together, and checked before any of it is used.
+"""What a checkpoint holds of a run beside the model's tensors: read, and checked before any of it is used.
 
 `zero.engine.checkpoint.resume` takes it from an engine, and puts it into one.
 """
@@ -208,7 +208,9 @@ class RunState:
         if state is not None:
             if state["counters"]["global_steps"] != self.steps:
                 raise Damaged(f"engine_state has step {state['counters']['global_steps']}, and the index {self.steps}")
-            last = max((-1 if each.group is None else each.group for each in self._index.parameters.values()), default=-1)
+            last = max(
+                (-1 if each.group is None else each.group for each in self._index.parameters.values()), default=-1
+            )
             if last >= (count := len(state["groups"] or ())):
                 raise Damaged(f"engine_state has {count} parameter groups, and parameters are in group {last}")
         return state

@@ -31,7 +31,7 @@ def verify(folder: str | Path, progress: Callable[[int], Callable[[int], None]] 
     moved = progress(sum(index.files.values()))
     found = [*problems(index), *of_files.values()]
     wanted, sizes = headers(index, index.files), {}
-    for name, nbytes in index.files.items():
+    for name in index.files:
         try:
             sizes[name] = (folder / name).stat().st_size if (folder / name).is_file() else 0
             if name not in of_files and (problem := header_problem(folder / name, wanted[name], index.stripped)):
@@ -71,9 +71,7 @@ def rubbish(folder: str | Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in known)
 
 
-def _part(
-    reader: Reader, what: str, stored: Stored, part: Part, size: int, moved: Callable[[int], None]
-) -> list[str]:
+def _part(reader: Reader, what: str, stored: Stored, part: Part, size: int, moved: Callable[[int], None]) -> list[str]:
     """What of a part is not what was saved; `size`: bytes of its file, 0 where it cannot be read."""
     itemsize = ITEMSIZE[stored.dtype]
     if part.offset + part.numel * itemsize > size:
