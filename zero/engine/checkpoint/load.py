@@ -89,8 +89,8 @@ class CheckpointLoader:
 
         Raises ValueError, on all ranks and before anything is changed, for what is not a whole checkpoint, and with
         all differences for one of another model, another optimizer or another schedule. What is found to be damaged
-        only on reading raises ValueError on all ranks, too, but the engine is half loaded then: another
-        `load_checkpoint` repairs it, and `destroy()` is all that it does else.
+        only on reading, and any other error of one rank, raises on all ranks, too, but the engine is half loaded then:
+        another `load_checkpoint` repairs it, and `destroy()` is all that it does else.
         """
         self._saving.join()  # else it would be by chance which checkpoint is there, or the one before that one
         ask = Ask(
