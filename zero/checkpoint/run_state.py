@@ -207,12 +207,14 @@ class RunState:
         state = self._value("engine_state", self._shared.get("state"), _ENGINE)
         if state is not None:
             if state["counters"]["global_steps"] != self.steps:
-                raise Damaged(f"engine_state has step {state['counters']['global_steps']}, and the index {self.steps}")
+                step = state["counters"]["global_steps"]
+                raise self._damaged("engine_state", f"it has step {step}, and the index {self.steps}")
             last = max(
                 (-1 if each.group is None else each.group for each in self._index.parameters.values()), default=-1
             )
             if last >= (count := len(state["groups"] or ())):
-                raise Damaged(f"engine_state has {count} parameter groups, and parameters are in group {last}")
+                text = f"it has {count} parameter groups, and parameters are in group {last}"
+                raise self._damaged("engine_state", text)
         return state
 
     def rank(self, rank: int) -> RankState | None:
@@ -249,10 +251,13 @@ class RunState:
             value = decode(plain, tensors)
             form.validate_python(value)
         except ValidationError as error:
-            raise Damaged(f"{what} in {self._reader.folder} is damaged: {first_error(error)}") from None
+            raise self._damaged(what, first_error(error)) from None
         except (ValueError, RecursionError) as error:
-            raise Damaged(f"{what} in {self._reader.folder} is damaged: {error}") from None
+            raise self._damaged(what, error) from None
         return value
+
+    def _damaged(self, what: str, why: object) -> Damaged:
+        return Damaged(f"{what} in {self._reader.folder} is damaged: {why}")
 
 
 def python_state(state: Mapping[str, Any]) -> tuple[int, tuple[int, ...], float | None]:
