@@ -6,11 +6,13 @@ import contextlib
 import errno
 import os
 import re
+import stat
 import threading
 from pathlib import Path
 from typing import Any
 
-from zero.checkpoint.index import Damaged, Index
+from zero.checkpoint.consistency import problems
+from zero.checkpoint.index import FILE, Damaged, Index
 
 INDEX = "index.json"
 LATEST = "latest"
@@ -68,6 +70,8 @@ def sync(folder: Path) -> None:
 def load_index(folder: Path) -> Index:
     """The index, whatever is in the files; raises Damaged where there is none that can be read."""
     path = folder / INDEX
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise Damaged(f"{path} is no file")
     try:
         return Index.of_json(path.read_bytes(), str(path))
     except FileNotFoundError:
@@ -77,18 +81,29 @@ def load_index(folder: Path) -> Index:
 def read_index(folder: Path) -> Index:
     """The index of one checkpoint; raises Damaged for one that is not whole as far as sizes tell."""
     index = load_index(folder)
-    problems = index.problems()
+    if found := [*problems(index), *file_problems(folder, index).values()]:
+        raise Damaged(f"checkpoint {folder} is damaged: {'; '.join(found[:20])}")
+    return index
+
+
+def file_problems(folder: Path, index: Index) -> dict[str, str]:
+    """What is wrong with files, by name, as far as names and sizes tell."""
+    found = {}
     for name, nbytes in index.files.items():
         try:
-            size = (folder / name).stat().st_size
+            there = (folder / name).stat()
         except FileNotFoundError:
-            problems.append(f"{name} is missing")
+            found[name] = f"{name} is missing"
             continue
-        if size != nbytes:
-            problems.append(f"{name} has {size} bytes, not {nbytes}")
-    if problems:
-        raise Damaged(f"checkpoint {folder} is damaged: {'; '.join(problems[:20])}")
-    return index
+        if not stat.S_ISREG(there.st_mode):
+            found[name] = f"{name} is no file"
+        elif there.st_size != nbytes:
+            found[name] = f"{name} has {there.st_size} bytes, not {nbytes}"
+    for name in [] if index.stripped else os.listdir(folder):  # else a kill may have left some
+        match = re.fullmatch(FILE, name)
+        if match and match[4] == index.save and name not in index.files:
+            found[name] = f"{name} is of this save, and the index does not name it"
+    return found
 
 
 def latest(folder: Path) -> str | None:

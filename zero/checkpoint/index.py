@@ -10,24 +10,42 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from reprlib import Repr
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError, with_config
+from typing_extensions import NotRequired, TypedDict
 
-from zero.plan.cut import Box, box_error
+from zero.plan.cut import Box, cover_error
 
 VERSION = 2  # written where a tensor lies in boxes; else what a reader of version 1 knows
 CHUNK = 1 << 20  # bytes that share one checksum; a reader of a part of a part reads less than this too much at each end
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
 ITEMSIZE["bool"] = 1
 Line = list[Any]  # of a chunk: kind, name, dtype, shape, boxes, signed, start, numel, file, offset, checksums, as JSON
+FILE = r"([a-z]+)-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{8})\.safetensors"  # of `file_name`
+MOST = 1 << 63  # bytes, elements, counts are below it
+_MISSING = "are missing or there twice"
 _SUM = ',"crc32":'  # as it stands before the checksum of an index; inside of text its quotes would be escaped
 
 
 class Damaged(ValueError):
     """What is wrong with an index, or with a checkpoint that does not hold what its index says."""
+
+
+def _small(box: Box) -> Box:
+    if any(number >= MOST for number in (*box.offset, *box.sizes)):
+        raise ValueError(f"wanted numbers below {MOST}")
+    return box
+
+
+Count = Annotated[int, Field(ge=0, lt=MOST)]
+FileName = Annotated[str, Field(pattern=f"^{FILE}$")]
+Sizes = Annotated[tuple[Count, ...], Field(max_length=64)]  # as many dims as torch has
+Crc32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 class Part(NamedTuple):
@@ -36,25 +54,26 @@ class Part(NamedTuple):
     crc32: the CRC-32 of zlib of each CHUNK bytes, the last perhaps of fewer; None where nobody has counted one.
     """
 
-    start: NonNegativeInt
-    numel: NonNegativeInt
-    file: Annotated[str, Field(pattern="^[^/]*$")]
-    offset: NonNegativeInt
-    crc32: tuple[int, ...] | None = None
+    start: Count
+    numel: Count
+    file: FileName
+    offset: Count
+    crc32: tuple[Crc32, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Stored:
     """A tensor in files.
 
+    parts: in order.
     boxes: where it was saved cut along dims: the boxes that make it up. Parts are ranges of the elements of these, one
            box after the other; of the flattened tensor where there are none.
     """
 
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "int64", "int32", "int16", "int8", "uint8", "bool"]
-    shape: tuple[int, ...]
+    shape: Sizes
     parts: tuple[Part, ...]
-    boxes: tuple[Box, ...] = ()
+    boxes: tuple[Annotated[Box, AfterValidator(_small)], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -68,22 +87,33 @@ class Stored:
 
     def cover(self, start: int, numel: int) -> Iterator[tuple[Part, int, int]]:
         """The parts that hold elements of [start, start + numel), with first element (of the tensor) and count."""
-        for part in self.parts:
+        begin = bisect_right(self.parts, start, key=lambda part: part.start + part.numel)
+        for index in range(begin, len(self.parts)):
+            part = self.parts[index]
             first = max(part.start, start)
             count = min(part.start + part.numel, start + numel) - first
+            if part.start >= start + numel:
+                return
             if count > 0:
                 yield part, first, count
 
-    def gaps(self) -> str | None:
-        """Which elements no part or more than one holds, or None."""
+    def problem(self, sizes: Mapping[str, int]) -> str | None:
+        """Why its elements are not all there, once and with checksums, in files of these `sizes`, or None."""
+        if math.prod(max(1, size) for size in self.shape) >= MOST:
+            return f"a tensor of shape {self.shape} has too many elements"
         end = 0
-        for part in sorted(self.parts):
+        for part in self.parts:
             if part.start != end:
-                return f"elements {min(end, part.start)} to {max(end, part.start)}"
+                return f"elements {min(end, part.start)} to {max(end, part.start)} of {self.numel} {_MISSING}"
             end += part.numel
+            nbytes, size = part.numel * ITEMSIZE[self.dtype], sizes.get(part.file)
+            if size is None or part.offset + nbytes > size:
+                return f"bytes up to {part.offset + nbytes} of {part.file}, which has {size}"
+            if len(part.crc32 or ()) != -(-nbytes // CHUNK):
+                return f"{part.file} has {len(part.crc32 or ())} checksums of its {nbytes} bytes there"
         if end != self.numel:
-            return f"elements {end} to {self.numel}"
-        return box_error(self.shape, self.boxes)
+            return f"elements {min(end, self.numel)} to {max(end, self.numel)} of {self.numel} {_MISSING}"
+        return cover_error(self.shape, self.boxes) if self.boxes else None
 
 
 @dataclass(frozen=True)
@@ -103,8 +133,8 @@ class SavedParameter:
     master: Stored | None = None
     moments: Mapping[str, Stored] = field(default_factory=dict)
     scales: Mapping[str, Stored] = field(default_factory=dict)
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    group: int | None = None
+    numbers: Mapping[str, FiniteFloat] = field(default_factory=dict)
+    group: Count | None = None
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
         """All of them, with what they are: "weight", "master", the name of a moment, "scales." and that name."""
@@ -116,6 +146,26 @@ class SavedParameter:
             yield f"scales.{name}", stored
 
 
+@with_config(ConfigDict(extra="allow"))
+class Shared(TypedDict):
+    """What all ranks have alike, as JSON; checkpoints of other programs have only the number of steps."""
+
+    global_steps: Count
+    state: NotRequired[Any]
+    extra_state: NotRequired[Any]
+
+
+@with_config(ConfigDict(extra="forbid"))
+class OfRank(TypedDict, total=False):
+    """What a rank keeps for itself.
+
+    buffers: those that are not as on rank 0 -> names among `Index.tensors`; state: random numbers, as JSON.
+    """
+
+    buffers: dict[str, str]
+    state: Any
+
+
 @dataclass(frozen=True)
 class Index:
     """All that one checkpoint holds.
@@ -125,22 +175,22 @@ class Index:
     buffers: of rank 0, those that are in a state_dict.
     tensors: what `shared`, `ranks` and `client` refer to.
     files:   name -> bytes.
-    ranks:   what each rank keeps for itself (random numbers, buffers that differ), by rank.
+    ranks:   what each rank keeps for itself, by rank.
     signed:  name of a moment -> whether it can be negative, which says what codes of 8 bit mean.
     rotates: whether a later save may delete it to keep their number.
     excluded: frozen parameters that were left out on purpose (`exclude_frozen_parameters`).
     stripped: masters and moments were there once and were deleted to save room (`zero.checkpoint.keep_optimizer`).
     """
 
-    save: str
+    save: Annotated[str, Field(pattern="^[0-9a-f]{8}$")]
     tag: str
     parameters: Mapping[str, SavedParameter]
-    files: Mapping[str, int]
+    files: Mapping[FileName, Count]
     tied: Mapping[str, str] = field(default_factory=dict)
     buffers: Mapping[str, Stored] = field(default_factory=dict)
     tensors: Mapping[str, Stored] = field(default_factory=dict)
-    shared: Any = None
-    ranks: tuple[Any, ...] = ()
+    shared: Shared | None = None
+    ranks: tuple[OfRank | None, ...] = ()
     client: Any = None
     signed: Mapping[str, bool] = field(default_factory=dict)
     config: Any = None
@@ -169,19 +219,6 @@ class Index:
             of = " " if kind in ("buffer", "tensor") else " of "
             yield f"{kind.replace('.', ' of ')}{of}'{name}'", stored
 
-    def problems(self) -> list[str]:
-        """Why this is no whole checkpoint, as far as the index alone tells; empty for a whole one."""
-        problems = []
-        for what, stored in self.stored():
-            if gap := stored.gaps():
-                problems.append(f"{what}: {gap} of {stored.numel} are missing or there twice")
-            for part in stored.parts:
-                size = self.files.get(part.file)
-                end = part.offset + part.numel * ITEMSIZE[stored.dtype]
-                if size is None or end > size:
-                    problems.append(f"{what}: bytes up to {end} of {part.file}, which has {size}")
-        return problems
-
     def to_json(self) -> str:
         """As text; `of_json` reads it. The last key is the CRC-32 of all bytes before it."""
         version = VERSION if any(stored.boxes for _, stored in self.stored()) else 1
@@ -195,13 +232,15 @@ class Index:
     def of_json(cls, text: str | bytes, where: str) -> Index:
         """Raises Damaged, naming `where`, for a text that is not an index of this version, or not as it was written."""
         try:
-            values = json.loads(text)
-        except ValueError as error:
+            values = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        except (ValueError, RecursionError) as error:
             raise Damaged(f"{where} is not JSON ({error}); take another checkpoint") from None
         if not isinstance(values, dict) or values.get("format") != "zero":
             raise Damaged(f"{where} is not the index of a checkpoint of zero")
-        if values.get("version") not in range(1, VERSION + 1):
-            raise Damaged(f"{where} has format version {values.get('version')!r}; this zero reads 1 to {VERSION}")
+        if type(values.get("version")) is not int or not 1 <= values["version"] <= VERSION:
+            raise Damaged(
+                f"{where} has format version {_BRIEF.repr(values.get('version'))}; this zero reads 1 to {VERSION}"
+            )
         _check_sum(text, values, where)
         gone = {each.name for each in fields(cls)} - {"excluded", "stripped"} - values.keys()
         if gone:
@@ -209,9 +248,22 @@ class Index:
         try:
             return _INDEX.validate_python(values)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise Damaged(f"{where} is damaged: {place}: {first['msg']}, got {first['input']!r:.80}") from None
+            raise Damaged(f"{where} is damaged: {first_error(error)}") from None
+
+
+def first_error(error: ValidationError) -> str:
+    """The first place at which something else was wanted, what, and what is there."""
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {_BRIEF.repr(first['input'])}"
+
+
+def _refuse(text: str) -> float:
+    raise ValueError(f"{text} is no number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
 
 
 def _check_sum(text: str | bytes, values: Mapping[str, Any], where: str) -> None:
@@ -268,5 +320,7 @@ def assemble(lines: Iterable[Line], known: Mapping[str, Mapping[str, Any]], valu
     return Index(parameters=parameters, buffers=buffers, tensors=tensors, **{"signed": signed, **values})
 
 
+_BRIEF = Repr()  # of what may be long or deep
+_BRIEF.maxstring = _BRIEF.maxother = 80
 _INDEX = TypeAdapter(Index)
 _PARAMETERS = TypeAdapter(dict[str, SavedParameter])

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.checkpoint.consistency import DEEPEST
 from zero.checkpoint.safe_file import NAMES
 
 Json = Any
-DEEPEST = 200  # containers inside each other; beyond it Python's JSON gives up at some depth
 WANTED = "wanted JSON values and tensors"
 
 _SEQUENCES = {tuple: "$tuple", torch.Size: "$size"}
@@ -56,7 +56,7 @@ def decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
         return {key: decode(item, tensors) for key, item in value.items()}
     try:
         return _DECODERS[form](value, tensors)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # whatever torch, NumPy or a container says of another value
         raise ValueError(
             f"no value that encode() has made: {str(value)[:200]} ({type(error).__name__}: {error})"
         ) from None
@@ -197,8 +197,8 @@ def _tensor(value: dict, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return tensor
     dtype = _dtype(value["dtype"])
     # Copied, as bytes out of a file need not lie where the dtype may begin.
-    shape = value["shape"]
-    return tensor.clone().view(dtype).reshape(shape) if tensor.numel() else torch.empty(shape, dtype=dtype)
+    found = tensor.clone().view(dtype) if tensor.numel() else torch.empty(0, dtype=dtype)
+    return found.reshape(value["shape"])
 
 
 def _numpy_dtype(name: str) -> Any:

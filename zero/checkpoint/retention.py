@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero.checkpoint import folder
-from zero.checkpoint.index import Damaged, Index
+from zero.checkpoint.index import FILE, Damaged, Index
 
 # Names that a save gives to files, those of a file that is being written around them.
-_DATA = r"[a-z]+-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors"
-_OURS = re.compile(_DATA)
-_PARTIAL = re.compile(rf"\.({_DATA}|{re.escape(folder.INDEX)}|{folder.LATEST})\.\d+\.partial")
+_OURS = re.compile(FILE)
+_PARTIAL = re.compile(rf"\.({FILE}|{re.escape(folder.INDEX)}|{folder.LATEST})\.\d+\.partial")
 _GONE = re.compile(r"\..+\.gone")  # a tag that is being removed
 
 

@@ -257,6 +257,8 @@ def contents(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     Raises Damaged for a file that is not one, or is shorter than its header says.
     """
     size = path.stat().st_size
+    if not path.is_file():  # a pipe would be waited for
+        raise Damaged(f"{path} is no file")
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _LARGEST_HEADER):
@@ -265,7 +267,7 @@ def contents(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             entries = json.loads(file.read(length))
             metadata = dict(entries.pop("__metadata__", None) or {})
             tensors = {name: _entry(path, 8 + length, entry) for name, entry in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise Damaged(f"{path} is no safetensors file: {type(error).__name__}: {error}") from None
     for name, stored in tensors.items():
         if stored.parts[0].offset + stored.nbytes > size:
@@ -273,8 +275,11 @@ def contents(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     return tensors, metadata
 
 
-def header_problem(path: Path, wanted: Mapping[str, Stored]) -> str | None:
-    """What of the header of a checkpoint's file is not as it was saved; `wanted` is of `headers`. Raises OSError."""
+def header_problem(path: Path, wanted: Mapping[str, Stored], stripped: bool) -> str | None:
+    """What of the header of a checkpoint's file is not as it was saved; `wanted` is of `headers`. Raises OSError.
+
+    stripped: tensors of the optimizer may be there that the index has no more.
+    """
     try:
         tensors, metadata = contents(path)
     except Damaged as error:
@@ -285,6 +290,8 @@ def header_problem(path: Path, wanted: Mapping[str, Stored]) -> str | None:
         if tensors.get(name) != stored:
             here = _place(tensors[name]) if name in tensors else "nothing"
             return f"the header of {path.name} has {here} as '{name}', not {_place(stored)}"
+    if (more := tensors.keys() - wanted.keys()) and not stripped:
+        return f"the header of {path.name} has '{min(more)}', and the index does not"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: headers against the index, and every byte that a tensor has against its checksum."""
+"""Whether a checkpoint is whole: its index, headers against it, every byte of tensors against its checksum, values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero.checkpoint import folder as folders
+from zero.checkpoint.consistency import problems
 from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Index, Part, Stored
 from zero.checkpoint.reader import Reader
+from zero.checkpoint.run_state import RunState
 from zero.checkpoint.safe_file import header_problem, headers
 
 
@@ -21,30 +23,30 @@ def verify(folder: str | Path, progress: Callable[[int], Callable[[int], None]] 
     folder = Path(folder)
     try:
         index = folders.load_index(folder)
+        of_files = folders.file_problems(folder, index)
     except Damaged as error:
         return [str(error)]
     except OSError as error:
         return [f"{folder / folders.INDEX} cannot be read: {error}"]
     moved = progress(sum(index.files.values()))
-    problems = index.problems()
-    wanted, readable = headers(index, index.files), set()
-    for name, nbytes in index.files.items():
+    found = [*problems(index), *of_files.values()]
+    wanted, sizes = headers(index, index.files), {}
+    for name in index.files:
         try:
-            size = (folder / name).stat().st_size
-            problem = f"{name} has {size} bytes, not {nbytes}"
-            if size == nbytes:
-                problem = header_problem(folder / name, wanted[name])
-            readable.add(name)
+            sizes[name] = (folder / name).stat().st_size if (folder / name).is_file() else 0
+            if name not in of_files and (problem := header_problem(folder / name, wanted[name], index.stripped)):
+                found.append(problem)
         except OSError as error:
-            gone = isinstance(error, FileNotFoundError)
-            problem = f"{name} is missing" if gone else f"{name} cannot be read: {error}"
-        problems += [problem] if problem else []
+            found.append(f"{name} cannot be read: {error}")
     with Reader(folder, index) as reader:
         for what, stored in index.stored():
+            if stored.problem(index.files):
+                continue  # said already
             for part in stored.parts:
-                if part.file in readable:
-                    problems += _part(reader, what, stored, part, moved)
-    return problems
+                found += _part(reader, what, stored, part, sizes.get(part.file, 0), moved)
+        # These go into generators and counters; what they are made of is right by now.
+        found += [] if found else RunState(reader).problems()
+    return found
 
 
 def check_headers(folder: Path, index: Index, rank: int = 0, world_size: int = 1) -> None:
@@ -54,9 +56,9 @@ def check_headers(folder: Path, index: Index, rank: int = 0, world_size: int = 1
     """
     mine = sorted(index.files)[rank::world_size]
     wanted = headers(index, mine)
-    problems = [problem for name in mine if (problem := header_problem(folder / name, wanted[name]))]
-    if problems:
-        raise Damaged(f"checkpoint {folder} is damaged: {'; '.join(problems[:20])}")
+    found = [problem for name in mine if (problem := header_problem(folder / name, wanted[name], index.stripped))]
+    if found:
+        raise Damaged(f"checkpoint {folder} is damaged: {'; '.join(found[:20])}")
 
 
 def rubbish(folder: str | Path) -> list[str]:
@@ -64,14 +66,17 @@ def rubbish(folder: str | Path) -> list[str]:
     folder = Path(folder)
     try:
         known = {folders.INDEX, *folders.load_index(folder).files}
-    except Damaged:
+    except (Damaged, OSError):
         known = {folders.INDEX}
     return sorted(path.name for path in folder.iterdir() if path.name not in known)
 
 
-def _part(reader: Reader, what: str, stored: Stored, part: Part, moved: Callable[[int], None]) -> list[str]:
-    size = ITEMSIZE[stored.dtype]
-    step = CHUNK // size
+def _part(reader: Reader, what: str, stored: Stored, part: Part, size: int, moved: Callable[[int], None]) -> list[str]:
+    """What of a part is not what was saved; `size`: bytes of its file, 0 where it cannot be read."""
+    itemsize = ITEMSIZE[stored.dtype]
+    if part.offset + part.numel * itemsize > size:
+        return [f"{what}: {part.file} ends at byte {size}, inside of it"] if size else []
+    step = CHUNK // itemsize
     first, more = None, 0
     # As it lies there; an element that two parts hold is checked in both.
     alone = replace(stored, parts=(part,), boxes=())
@@ -81,8 +86,5 @@ def _part(reader: Reader, what: str, stored: Stored, part: Part, moved: Callable
             reader.read(alone, start, numel, what)
         except (Damaged, OSError) as error:
             first, more = (str(error), 0) if first is None else (first, more + 1)
-        moved(numel * size)
-    problems = [] if first is None else [f"{first}; so are {more} MiB behind them" if more else first]
-    if part.crc32 is None:
-        problems.append(f"{what}: {part.file} has no checksums of it")
-    return problems
+        moved(numel * itemsize)
+    return [] if first is None else [f"{first}; so are {more} MiB behind them" if more else first]

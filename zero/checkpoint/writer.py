@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from zero.checkpoint import folder
+from zero.checkpoint.consistency import problems
 from zero.checkpoint.index import Line, Part, assemble, file_name
 from zero.checkpoint.retention import Retention, tidy
 from zero.checkpoint.safe_file import NAMES, TensorChunk, Writing
@@ -153,8 +154,8 @@ class CheckpointWriter:
         lines = (line for report in reports for line in report["lines"])
         ranks = tuple(report["own"] for report in reports)
         index = assemble(lines, plan.known, {**plan.fields, "files": files, "ranks": ranks})
-        if problems := index.problems():
-            raise RuntimeError(f"the ranks have not written a whole checkpoint: {'; '.join(problems[:5])}")
+        if found := problems(index):
+            raise RuntimeError(f"the ranks have not written a whole checkpoint: {'; '.join(found[:5])}")
         self.moved(1)
         self._name(index.to_json())
         try:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zero.checkpoint import folder as folders
+from zero.checkpoint.consistency import problems
 from zero.checkpoint.index import Damaged, assemble, file_name
 from zero.checkpoint.plain_values import as_json
 from zero.checkpoint.safe_file import NAMES, TensorChunk, write
@@ -72,8 +73,8 @@ def import_deepspeed(
             sizes[path.name] = path.stat().st_size
     folders.sync(target)
     index = assemble(lines, known, {**values, "save": save, "tag": target.name, "files": sizes})
-    if problems := index.problems():
-        raise Damaged(f"{folder}: {'; '.join(problems[:20])}")
+    if found := problems(index):
+        raise Damaged(f"{folder}: {'; '.join(found[:20])}")
     folders.publish(target / folders.INDEX, index.to_json())
     folders.publish(out / folders.LATEST, target.name + "\n")
     return target, left

@@ -7,9 +7,12 @@ used by loading and saving, `safe_get_full_*`, the norm, and optimizers of whole
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+_CORNERS = 1 << 20  # that are kept while boxes are compared
 
 
 class Box(NamedTuple):
@@ -124,10 +127,47 @@ class Cut:
 
 def box_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """The error of boxes as parts of a tensor of this shape, or None."""
-    for box in boxes:
-        if len(box.offset) != len(shape) or box.intersect(whole(shape)) != box:
-            return f"box {box.offset} + {box.sizes} does not lie in {tuple(shape)}"
+    if problem := _outside(shape, boxes):
+        return problem
     for at, box in enumerate(boxes):
         if other := next((each for each in boxes[:at] if each.intersect(box)), None):
             return f"boxes {other.offset} + {other.sizes} and {box.offset} + {box.sizes} overlap"
+    return None
+
+
+def cover_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Why boxes are not all elements of a tensor of this shape, each once, or None.
+
+    The number of boxes around each element, less 1, is 0 everywhere just where its differences along all dims are.
+    These are not 0 at corners of boxes only, and corners of neighbours cancel: so it takes no pairs of boxes.
+    """
+    if problem := _outside(shape, boxes):
+        return problem
+    edges = [tuple(zip(box.offset, box._stops(), strict=True)) for box in (*boxes, whole(shape))]
+    counts = Counter(edges[:-1])
+    counts[edges[-1]] -= 1
+    for dim in range(len(shape)):
+        if all(corner[dim] == edges[-1][dim] for corner in counts):
+            continue  # not cut
+        corners: Counter[tuple[Any, ...]] = Counter()
+        for corner, count in counts.items():
+            first, stop = corner[dim]
+            corners[(*corner[:dim], first, *corner[dim + 1 :])] += count
+            corners[(*corner[:dim], stop, *corner[dim + 1 :])] -= count
+        counts = Counter({corner: count for corner, count in corners.items() if count})
+        if len(counts) > max(_CORNERS, 8 * len(boxes)):
+            return f"its {len(boxes)} boxes are cut along too many dims to be compared"
+    wrong = min((corner for corner, count in counts.items() if count), default=None)
+    if wrong is None:
+        return None
+    # No corner comes before the first one, so what changes there is all that there is.
+    element = tuple(at if isinstance(at, int) else at[0] for at in wrong)
+    return f"element {element} lies in {counts[wrong] + 1} of its {len(boxes)} boxes, not in 1"
+
+
+def _outside(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
+    full = whole(shape)
+    for box in boxes:
+        if not len(box.offset) == len(box.sizes) == len(shape) or box.intersect(full) != box:
+            return f"box {box.offset} + {box.sizes} does not lie in {tuple(shape)}"
     return None

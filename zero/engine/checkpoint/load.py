@@ -13,8 +13,8 @@ import torch
 from zero.checkpoint.differences import Ask, Match, TargetParameter
 from zero.checkpoint.folder import check_folder, find, without_latest
 from zero.checkpoint.index import Index
-from zero.checkpoint.plain_values import decode
 from zero.checkpoint.reader import Reader
+from zero.checkpoint.run_state import RunState
 from zero.checkpoint.safe_file import NAMES
 from zero.checkpoint.verify import check_headers
 from zero.core.access import GatheredParameters
@@ -23,7 +23,6 @@ from zero.core.sharded_module import ShardedModule
 from zero.core.values import full_shape
 from zero.core.world import Axis
 from zero.engine.checkpoint.load_units import (
-    REFUSALS,
     LoadPlan,
     UnitLoader,
     find_alike,
@@ -90,8 +89,8 @@ class CheckpointLoader:
 
         Raises ValueError, on all ranks and before anything is changed, for what is not a whole checkpoint, and with
         all differences for one of another model, another optimizer or another schedule. What is found to be damaged
-        only on reading raises ValueError on all ranks, too, but the engine is half loaded then: another
-        `load_checkpoint` repairs it, and `destroy()` is all that it does else.
+        only on reading, and any other error of one rank, raises on all ranks, too, but the engine is half loaded then:
+        another `load_checkpoint` repairs it, and `destroy()` is all that it does else.
         """
         self._saving.join()  # else it would be by chance which checkpoint is there, or the one before that one
         ask = Ask(
@@ -114,15 +113,16 @@ class CheckpointLoader:
                 check(self._engine, values.shared, load_optimizer_states, load_lr_scheduler_states, str(plan.place))
             return plan
 
-        plan = find_alike(look, self._sharded.world, "load_checkpoint")
+        world, what = self._sharded.world, "load_checkpoint"
+        plan = find_alike(look, world, what)
         if plan is None:
             rank_zero(logging.WARNING, "load_checkpoint: %s", without_latest(Path(load_dir)))
             return None, None
         anew = not load_optimizer_states and not load_module_only
-        self._take("load_checkpoint", plan, anew, custom_load_fn)
-        self._sharded.module.load_state_dict(values.extra, strict=False)
+        self._take(what, plan, anew, custom_load_fn)
+        together(lambda: self._sharded.module.load_state_dict(values.extra, strict=False), world, what)
         if not load_module_only:
-            self._resume(values, load_optimizer_states, load_lr_scheduler_states)
+            together(lambda: self._resume(values, load_optimizer_states, load_lr_scheduler_states), world, what)
         self._engine._status.half_loaded = None
         return str(plan.place), values.client
 
@@ -195,14 +195,14 @@ class CheckpointLoader:
             unit.invalidate()
         try:
             state = together(lambda: self._read(plan, anew, custom is not None), sharded.world, what)
-        except REFUSALS:
+        except Exception:
             if not sharded.world.watchdog.broken:
                 self._renew()  # what comes next needs the full copies
             raise
         self._renew()
         if custom is not None:
             with GatheredParameters(sharded.module.parameters(), modifier_rank=0):
-                custom(src=state, dst=sharded.module)
+                together(lambda: custom(src=state, dst=sharded.module), sharded.world, what)
         for line in plan.match.warnings:
             rank_zero(logging.WARNING, "loading %s: %s", place, line)
         if left_out := plan.match.left_out:
@@ -246,28 +246,11 @@ def _saved_values(plan: LoadPlan, rank: int, world_size: int) -> Values:
     index = plan.index
     check_headers(plan.place, index, rank, world_size)
     with Reader(plan.place, index) as reader:
-
-        def value(what: str, plain: Any) -> Any:
-            names = [name for name in index.tensors if name.startswith(f"{what}/")]
-            return decode(plain, {name: reader.whole(index.tensors[name], f"tensor '{name}'") for name in names})
-
-        def state(number: int) -> Any:
-            plain = (index.ranks[number] or {}).get("state")
-            return None if plain is None else value(f"rank_state/{number}", plain)
-
-        fields = index.shared if isinstance(index.shared, dict) else {}
-        shared, extra = fields.get("state"), fields.get("extra_state")
-        own, step = None, int(fields.get("global_steps", 0))
+        state = RunState(reader)
+        own = None
         if index.world_size == world_size:
-            own = state(rank)
-        elif index.ranks and state(0) is not None:
-            wanted = {0, 1, rank}
-            saved = [state(number) if number in wanted else None for number in range(index.world_size)]
-            own = {"random": for_rank([each and each["random"] for each in saved], rank, step)}
-        return Values(
-            shared=None if shared is None else value("engine_state", shared),
-            own=own,
-            client={} if index.client is None else value("client_state", index.client),
-            extra={} if extra is None else value("extra_state", extra),
-            steps=step,
-        )
+            own = state.rank(rank)
+        elif index.ranks and (first := state.rank(0)) is not None:
+            saved = [first, *(state.rank(at) if at in (1, rank) else None for at in range(1, index.world_size))]
+            own = {"random": for_rank([each and each["random"] for each in saved], rank, state.steps)}
+        return Values(state.engine(), own, state.client(), state.extra(), state.steps)

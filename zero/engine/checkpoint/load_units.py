@@ -31,7 +31,7 @@ from zero.plan.layout import Fragment
 
 T = TypeVar("T")
 
-# What one rank may find wrong alone, and tells the others, so that none waits for it.
+# What one rank raises as it is; of other exceptions it says the kind, too.
 REFUSALS = (ValueError, OSError, RuntimeError, MemoryError)
 
 
@@ -51,6 +51,9 @@ def together(work: Callable[[], T], axis: Axis, what: str) -> T:
         result = work()
     except REFUSALS as error:
         problem = error
+    except Exception as error:  # of a user's module, dataset or scheduler, say
+        problem = ValueError(f"{what}: {type(error).__name__}: {error}")
+        problem.__cause__ = error
     agree(problem, axis, what, (Damaged, ValueError))
     return result
 
@@ -127,6 +130,8 @@ class UnitLoader:
             return
         for key, (moment, signed) in rule.kept(unit, group, part, make=parameter.moments).items():
             stored, what = parameter.moments[key], f"{key} of '{name}'"
+            if stored.dtype == "uint8" and rule.foreseen and self._index.signed[key] != signed:
+                raise ValueError(f"{what}: the index says that it {'cannot' if signed else 'can'} be negative")
             if DTYPES[stored.dtype] == moment.values.dtype and bool(self._index.signed.get(key, True)) == signed:
                 reader.fill(moment.values[: part.numel], stored, part.start, what, cut)
                 if moment.scales is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from zero.checkpoint.run_state import python_state
 from zero.log import rank_zero
 from zero.recompute.holder import HOLDER
 
@@ -49,7 +50,7 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
             generator.manual_seed(_seed(state["torch"], "cuda"))
         else:
             generator.set_state(state["cuda"])
-    random.setstate(_to_python(state["python"]))
+    random.setstate(python_state(state["python"]))
     if state["numpy"] is not None:
         _restore_numpy(state["numpy"])
     HOLDER.seeds.load_state_dict(state["streams"], _seed(state["torch"], "streams"))
@@ -88,11 +89,6 @@ def _of_python(state: tuple[int, tuple[int, ...], float | None]) -> State:
     version, words, gauss = state
     packed = struct.pack(f"<{len(words)}I", *words)
     return {"version": version, "words": torch.frombuffer(bytearray(packed), dtype=torch.uint8), "gauss": gauss}
-
-
-def _to_python(state: Mapping[str, Any]) -> tuple[int, tuple[int, ...], float | None]:
-    raw = bytes(state["words"].tolist())
-    return state["version"], struct.unpack(f"<{len(raw) // 4}I", raw), state["gauss"]
 
 
 def _restore_numpy(state: Mapping[str, Any]) -> None:

@@ -116,8 +116,45 @@ def check(engine: Any, shared: Mapping[str, Any], optimizer: bool, scheduler: bo
             f"{where} has a learning-rate scheduler {saved['kind']}, this run {type(here).__name__}; use the "
             "same, or load with load_lr_scheduler_states=False"
         )
+    elif scheduler and saved is not None and saved["state"] is not None and hasattr(here, "state_dict"):
+        problems += [f"{where}: the scheduler's {each}" for each in _unlike(saved["state"], here.state_dict(), "state")]
+    if not problems and ours is not None and theirs is not None:
+        problems += [f"{where}: {each}" for each in _unfit(engine, theirs, optimizer, scheduler)]
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _unlike(saved: Any, here: Any, what: str) -> Iterator[str]:
+    """Where `saved` has something else for numbers, or lists of them, than the state of the object here."""
+    if isinstance(here, Mapping) and isinstance(saved, Mapping):
+        for key in here.keys() & saved.keys():
+            yield from _unlike(saved[key], here[key], f"{what}[{key!r}]")
+    elif isinstance(here, (list, tuple)) and isinstance(saved, (list, tuple)):
+        if what.endswith("['base_lrs']") and len(here) != len(saved):
+            yield f"{what} has {len(saved)} rates there and {len(here)} here"
+        for at, (one, other) in enumerate(zip(saved, here, strict=False)):
+            yield from _unlike(one, other, f"{what}[{at}]")
+    elif here is not None and (isinstance(here, (list, tuple, Mapping)) or _is_number(here) != _is_number(saved)):
+        yield f"{what} is {str(saved)[:80]!r} there and {str(here)[:80]!r} here"
+
+
+def _is_number(value: Any) -> bool:
+    one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return one or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _unfit(engine: Any, saved: Any, optimizer: bool, scheduler: bool) -> Iterator[str]:
+    """Which parameter groups no step could use with what would be put into them."""
+    units = {unit.plan.group: unit for unit in engine._sharded.trained}
+    for number, (group, values) in enumerate(zip(engine.optimizer.param_groups, saved, strict=True)):
+        if number in units and (optimizer or scheduler):
+            try:
+                if "lr" in group and "lr" not in values:
+                    raise ValueError("it has no lr")
+                mixed = {**group, **_taken(engine, group, values, optimizer, scheduler)}
+                engine.optimizer.shard_optimizer.keys(units[number], mixed)
+            except Exception as error:  # of torch's and others' classes, too
+                yield f"parameter group {number} is of no use: {type(error).__name__}: {error}"
 
 
 def _both(what: str, saved: Any, here: Any) -> bool:
@@ -176,14 +213,20 @@ def _load_groups(engine: Any, saved: Any, optimizer: bool, scheduler: bool) -> N
     """Put hyperparameters back: those of schedulers if the scheduler was, or if there is none here; else the others."""
     if not (optimizer or scheduler) or not _both("an optimizer", saved, engine.optimizer):
         return
-    keeps = engine.lr_scheduler is not None and not scheduler
     for group, values in zip(engine.optimizer.param_groups, saved, strict=True):
-        scheduled = set(_scheduled(engine.lr_scheduler, group))
-        if scheduler:
-            scheduled |= set(_scheduled(engine.lr_scheduler, values))
-        for key, value in values.items():
-            if (key in scheduled and not keeps) or (key not in scheduled and optimizer):
-                _put(group, key, value)
+        for key, value in _taken(engine, group, values, optimizer, scheduler).items():
+            _put(group, key, value)
+
+
+def _taken(
+    engine: Any, group: Mapping[str, Any], values: Mapping[str, Any], optimizer: bool, scheduler: bool
+) -> dict[str, Any]:
+    """What of the saved hyperparameters of a group is put into it."""
+    keeps = engine.lr_scheduler is not None and not scheduler
+    scheduled = set(_scheduled(engine.lr_scheduler, group))
+    if scheduler:
+        scheduled |= set(_scheduled(engine.lr_scheduler, values))
+    return {key: value for key, value in values.items() if (not keeps if key in scheduled else optimizer)}
 
 
 def _scheduled(scheduler: Any, group: Mapping[str, Any]) -> Iterator[str]:
