@@ -36,7 +36,7 @@ FLOORS = {
         6: "sizes tiled compat.deepspeed_files compat.import_deepspeed compat.ulysses",
         7: "engine utils checkpointing",
         8: "tools",
-        9: "init.builder zero __main__ lightning",
+        9: "zero __main__ lightning",
         10: "as_deepspeed",
     }.items()
     for name in names.split()
@@ -53,7 +53,7 @@ STEPS_OF_CORE = {"zero.core": 0} | {
         6: "mixed_precision sharded_params",
         7: "unit init init.deferred_param",
         8: "offload conversion finite",
-        9: "ratio prefetcher",
+        9: "ratio prefetcher init.builder",
         10: "streaming reducer",
         11: "hooks rounds",
         12: "sharded_module",

@@ -62,6 +62,7 @@ class Scale(TypedDict):
     iteration: Count
     last_overflow: Annotated[int, Field(ge=-1)]
     forced: Positive | None
+    unit: NotRequired[Positive | None]  # older checkpoints have none
 
 
 @with_config(EXACT)

@@ -24,14 +24,15 @@ class FirstNotFinite:
     """Watches the trained units of one engine through an accumulation window.
 
     enabled:   whether to look between backwards at all: only for an optimizer that asks for it, and waits;
-    backwards: how many have begun since the window did.
+    backwards: how many have begun since the window did;
+    world:     all ranks, over which the first is looked for.
     """
 
     def __init__(self, units: Sequence[Unit], world: World) -> None:
         self.enabled = False
         self.backwards = 0
         self._units = units
-        self._world = world
+        self.world = world
         self._names = [spec.name for unit in units for spec in unit.plan.params]
         self._found: tuple[int, int] | None = None  # (backward, index of the name)
 
@@ -52,7 +53,7 @@ class FirstNotFinite:
         """
         position, count = self._found or self._scan(), len(self._names)
         key = math.inf if position is None else position[0] * count + position[1]
-        least = min(agree(key, self._world))
+        least = min(agree(key, self.world))
         if math.isinf(least):
             return ALL_FINITE
         backward, index = divmod(int(least), count)

@@ -79,7 +79,6 @@ class Reducer:
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
         self._every_micro_batch = sharding.grads
         self._prefetcher = prefetcher
-        self._status = units[0].mesh.data.watchdog.status if units else RankStatus(0)
         self.on_last: Callable[[], object] = bool
         self.on_flush: list[Callable[[], None]] = []
         self._backward: Backward | None = None  # that has begun and was not flushed yet
@@ -163,7 +162,7 @@ class Reducer:
             if self.pending:
                 unit.gradients.widen()
         self._backward = None
-        self._status.forwards = 0
+        self._status.attempt.forwards = 0
         self.rounds += 1
         self.leaf = self.leaf._replace(backward=self.leaf.backward + 1)
         self._prefetcher.end_of_backward()
@@ -242,9 +241,13 @@ class Reducer:
 
         handles += [after.register_prehook(outer_goes_on) for after, _ in node.next_functions if after is not None]
 
+    @property
+    def _status(self) -> RankStatus:
+        return self.finite.world.watchdog.status
+
     def _begin(self) -> None:
         self.on_begin()
-        self._status.forwards = max(0, self._status.forwards - 1)
+        self._status.attempt.forwards = max(0, self._status.attempt.forwards - 1)
         self._backward = Backward()
         self.finite.begin()
 

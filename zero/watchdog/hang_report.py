@@ -28,6 +28,18 @@ class Phase(enum.Enum):
     ENDED = "ended"
 
 
+class Blocked(NamedTuple):
+    """A wait of a training loop: its begin, by the clock of its rank, and the rest as in `Collective`."""
+
+    since: float = 0.0
+    among: int = 0
+    turn: int = 0
+    needs: tuple[int, ...] = ()
+
+
+NOT_BLOCKED = Blocked()
+
+
 @dataclass(frozen=True)
 class Record:
     """One rank's published state.
@@ -41,7 +53,7 @@ class Record:
     missing: the ranks whose absence made it give up; empty if the exception is its own;
     progress: grows while it writes a checkpoint;
     forwards: that built a graph and have had no backward, since the last one;
-    since, among, turn, needs: what its training loop waits for: the begin, by its clock, and as in `Collective`;
+    blocked: what its training loop waits for;
     owes:    waits of other ranks, by rank and begin, for what it has not begun when that wait of its own had.
     """
 
@@ -60,10 +72,7 @@ class Record:
     gave_up: bool = False
     progress: int = 0
     forwards: int = 0
-    since: float = 0.0
-    among: int = 0
-    turn: int = 0
-    needs: tuple[int, ...] = ()
+    blocked: Blocked = NOT_BLOCKED
     owes: tuple[tuple[int, float], ...] = ()
 
     def to_json(self) -> str:
@@ -74,8 +83,10 @@ class Record:
 def record_of(text: str | bytes) -> Record:
     """The record from the text of `to_json`."""
     values = json.loads(text)
-    lists = {name: tuple(values[name]) for name in ("missing", "needs")}
-    return Record(**values | lists | {"phase": Phase(values["phase"]), "owes": tuple(map(tuple, values["owes"]))})
+    since, among, turn, needs = values["blocked"]
+    lists = {"missing": tuple(values["missing"]), "owes": tuple(map(tuple, values["owes"]))}
+    blocked = Blocked(since, among, turn, tuple(needs))
+    return Record(**values | lists | {"phase": Phase(values["phase"]), "blocked": blocked})
 
 
 class Seen(NamedTuple):
@@ -225,7 +236,7 @@ def deadlock(view: View, own: Record) -> dict[int, float]:
     of some ranks waits for one of them that has not begun its part, none of these waits ends.
     """
     records = {record.rank: record for record in (own, *(seen.record for seen in view.others.values()))}
-    stuck = {rank: record.since for rank, record in records.items() if record.waits and record.turn}
+    stuck = {rank: record.blocked.since for rank, record in records.items() if record.waits and record.blocked.turn}
     while True:
         owed = {(rank, since) for other in stuck for rank, since in records[other].owes}
         left = {rank: since for rank, since in stuck.items() if (rank, since) in owed}

@@ -6,9 +6,10 @@ import functools
 import threading
 import time
 import zlib
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from zero.watchdog.hang_report import Phase, Record, View, clipped
+from zero.watchdog.hang_report import NOT_BLOCKED, Blocked, Phase, Record, View, clipped
 
 Among = tuple[tuple[int, ...], int]  # ranks, and an attempt
 MOST_OWED = 16  # waits of other ranks in a record: a cycle needs one of each
@@ -50,6 +51,20 @@ class Waiting(NamedTuple):
     thread: int = 0
 
 
+@dataclass
+class Attempt:
+    """The running step as this rank tries it.
+
+    number:   how many before have ended with an exception inside attention that ranks share, or behind it;
+    attends:  whether such attention has begun in this one;
+    forwards: that built a graph and have had no backward, since the last one.
+    """
+
+    number: int = 0
+    attends: bool = False
+    forwards: int = 0
+
+
 class FailedWait(NamedTuple):
     """A wait that ended with an error of the transport, and when."""
 
@@ -65,10 +80,8 @@ class RankStatus:
 
     waiting: the wait that blocks now, or None; last: the last collective begun;
     begun:   how many collectives have begun, by text and by ranks and attempt;
-    attempt: how often a step has ended with an exception inside attention that ranks share, or behind it; attends:
-             whether such attention has begun in this one;
-    loop:    the thread of the training loop; forwards: its forwards that built a graph and have had no
-             backward, since the last one;
+    attempt: at the running step;
+    loop:    the thread of the training loop;
     owes:    a wait of this thread, and the waits of other ranks for what it has not begun, as rank and begin;
     sent:    bytes that have left this rank for others, in messages of the engine;
     error:   the last exception that left the engine; failing: no call has begun since;
@@ -86,10 +99,8 @@ class RankStatus:
         self.last: Collective | None = None
         self.waiting: Waiting | None = None
         self.begun: dict[str, dict[Among, int]] = {}
-        self.attempt = 0
-        self.attends = False
+        self.attempt = Attempt()
         self.loop = threading.get_ident()
-        self.forwards = 0
         self.owes: tuple[Waiting | None, tuple[tuple[int, float], ...]] = (None, ())
         self.error = ""
         self.failing = False
@@ -111,8 +122,7 @@ class RankStatus:
 
     def abandon(self) -> None:
         """The step has ended with an exception, perhaps on this rank alone."""
-        self.attempt += self.attends
-        self.attends, self.forwards = False, 0
+        self.attempt = Attempt(self.attempt.number + self.attempt.attends)
 
     def count(self, begun: Collective) -> int:
         """Count one more collective with its text among its ranks; returns its turn, 0 without ranks."""
@@ -122,23 +132,23 @@ class RankStatus:
 
     def look(self, waiting: Waiting, view: View) -> None:
         """Note which ranks wait for what this rank has not begun, and will not before its own wait ends."""
-        records = [seen.record for seen in view.others.values() if seen.record.turn and self._lacks(seen.record)]
-        owed = tuple((record.rank, record.since) for record in records[:MOST_OWED])
+        records = [seen.record for seen in view.others.values()]
+        records = [record for record in records if record.blocked.turn and self._lacks(record)]
+        owed = tuple((record.rank, record.blocked.since) for record in records[:MOST_OWED])
         self.owes = (waiting, owed if waiting.thread == self.loop else ())
 
     def _lacks(self, record: Record) -> bool:
         """Whether that rank waits for a part of this one that has not begun."""
         turns = {digest(among): turn for among, turn in [*self.begun.get(record.waits, {}).items()]}
-        if turns.get(record.among, 0) >= record.turn:
+        if turns.get(record.blocked.among, 0) >= record.blocked.turn:
             return False
-        if record.needs:
-            return self.rank in record.needs
-        return any(digest(among) == record.among for known in [*self.begun.values()] for among in [*known])
+        if record.blocked.needs:
+            return self.rank in record.blocked.needs
+        return any(digest(among) == record.blocked.among for known in [*self.begun.values()] for among in [*known])
 
     def record(self, beat: int, fault: int) -> Record:
         """The record for other ranks."""
         waiting, last, owes = self.waiting, self.last, self.owes
-        blocked = waiting is not None and waiting.thread == self.loop
         return Record(
             rank=self.rank,
             beat=beat,
@@ -154,13 +164,15 @@ class RankStatus:
             missing=self.missing,
             gave_up=bool(self.gave_up),
             progress=self.progress,
-            forwards=self.forwards,
-            since=waiting.since if blocked else 0.0,
-            among=digest((waiting.collective.ranks, waiting.collective.attempt)) if blocked else 0,
-            turn=waiting.collective.turn if blocked else 0,
-            needs=waiting.collective.needs if blocked else (),
+            forwards=self.attempt.forwards,
+            blocked=_blocked(waiting) if waiting is not None and waiting.thread == self.loop else NOT_BLOCKED,
             owes=owes[1] if owes[0] is waiting else (),
         )
+
+
+def _blocked(waiting: Waiting) -> Blocked:
+    what = waiting.collective
+    return Blocked(waiting.since, digest((what.ranks, what.attempt)), what.turn, what.needs)
 
 
 @functools.lru_cache

@@ -103,8 +103,8 @@ class Watchdog:
         with self._counting:  # an update beside the training loop sends, too
             status.number += 1
             status.sent += sent
-            status.attends |= attends
-            begun = Collective(direction, unit, status.number, sent, ranks, 0, needs, status.attempt * attends)
+            status.attempt.attends |= attends
+            begun = Collective(direction, unit, status.number, sent, ranks, 0, needs, status.attempt.number * attends)
             status.last = collective = begun._replace(turn=status.count(begun))
         if self.order is not None:
             self.order.append(collective.text)
@@ -162,7 +162,7 @@ class Watchdog:
             if phase is Phase.STEP:
                 status.steps += 1
                 # All ranks have come to this step: what one of them raised before does not part them.
-                status.attends, status.error = False, ""
+                status.attempt.attends, status.error = False, ""
         except BaseException as error:
             status.fail(error)
             self._tell()
