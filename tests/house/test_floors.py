@@ -52,7 +52,7 @@ STEPS_OF_CORE = {"zero.core": 0} | {
         6: "mixed_precision sharded_params",
         7: "unit init init.deferred_param",
         8: "offload conversion finite",
-        9: "ratio prefetcher",
+        9: "ratio prefetcher init.builder",
         10: "streaming reducer",
         11: "hooks rounds",
         12: "sharded_module",

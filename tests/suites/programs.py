@@ -52,7 +52,7 @@ class Program:
     resume: list[str] = field(default_factory=lambda: ["--resume_from_checkpoint", f"{{first}}/checkpoint-{KEPT}"])
     checkpoint: str | None = "checkpoint-{step}/global_step{step}"
     log: Callable[[Path], Log] = logged
-    # False where plain Transformers draws other masks after a resume, too: then resumes of all stages are compared.
+    # False where plain runs draw other masks, or an order of data, after a resume: then resumes of stages are compared.
     exact: bool = True
     stages: tuple[int, ...] = (0, 2, 3)
     steps: tuple[int, int] = (KEPT, STEPS)  # after which it saves
@@ -61,6 +61,7 @@ class Program:
     in_place: bool = False
     packages: int = 0  # how many folders above its own are the packages that it imports
     dtype: str = "fp32"  # of what it computes with, and saves
+    variables: dict[str, str] = field(default_factory=dict)  # of the environment; {config} in them is as in words
 
 
 def write_text(data: Path) -> None:
@@ -90,6 +91,20 @@ def write_letters(data: Path) -> None:
     (data / "pairs.json").write_text("\n".join(map(json.dumps, pairs)))
 
 
+def write_stsb(data: Path) -> None:
+    """A cache of the hub with a tiny Roberta, and pairs with scores: how many letters they have in common."""
+    import hub
+
+    hub.make(data / "hub", [_ROBERTA_NAME])
+    draw, rows = random.Random(0), []
+    for _ in range(640):
+        pair = [draw.sample(string.ascii_lowercase[:12], k=6) for _ in range(2)]
+        score = len(set(pair[0]) & set(pair[1])) / 6
+        rows.append({"sentence1": " ".join(pair[0]), "sentence2": " ".join(pair[1]), "score": score})
+    splits = {"train": rows[:512], "validation": rows[512:576], "test": rows[576:]}
+    hub.save(splits, data / "hub" / "datasets", "sentence-transformers/stsb", "default")
+
+
 def write_sums(data: Path) -> None:
     """A tiny language model and questions with their answers."""
     make_model(data / "model")
@@ -113,6 +128,32 @@ def printed(folder: Path) -> Log:
     """Losses and accuracies that a program prints, in their order."""
     found = re.findall(r"(loss|Accuracy of [^:]*?) *: +([\w.]+)", folder.with_name(f"{folder.name}.log").read_text())
     return [{name: float(value)} for name, value in found]
+
+
+def last_accuracy(folder: Path) -> Log:
+    """What Accelerate's examples print of their last epoch; a resumed run prints no other."""
+    found = re.findall(r"epoch \d+: \{'accuracy': ([\d.]+)", folder.with_name(f"{folder.name}.log").read_text())
+    return [{"accuracy": float(each)} for each in found[-1:]]
+
+
+def into_bert(folder: Path) -> Weights:
+    """What the script beside the last checkpoint writes, as Transformers' model of it takes it."""
+    import transformers
+
+    (script,) = folder.glob("epoch_2/zero_to_fp32.py")
+    subprocess.run([sys.executable, script, script.parent, folder / "fp32.safetensors"], check=True)
+    cached = folder.parent / "data/hub/hub" / f"models--{_BERT}"
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(next(cached.glob("snapshots/*")))
+    model.load_state_dict(load_file(folder / "fp32.safetensors"))
+    return model.state_dict()
+
+
+def by_cross_encoder(folder: Path) -> Weights:
+    """The weights that sentence-transformers loads of what its program saved last, by the names of its checkpoints."""
+    from sentence_transformers import CrossEncoder
+
+    (saved,) = folder.glob("output/*/final")
+    return CrossEncoder(str(saved)).state_dict()
 
 
 def on_the_board(folder: Path) -> Log:
@@ -168,6 +209,7 @@ def by_its_script(folder: Path) -> Weights:
 
 
 _BERT = "bert-base-cased"
+_ROBERTA_NAME = "distilbert/distilroberta-base"
 _EXAMPLES = "transformers/examples/pytorch"
 _CAUSAL = partial(from_pretrained, "AutoModelForCausalLM")
 _MODEL = {"model_name_or_path": "{data}/model", "output_dir": "{out}", "deepspeed": "{config}"}
@@ -217,6 +259,12 @@ _OPENRLHF = {
     "ckpt.output_dir": "{out}/model",
     "logger.tensorboard_dir": "{out}/board",
 }
+_ACCELERATE = {  # what `accelerate launch --use_deepspeed` says to its script
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{config}",
+    "ACCELERATE_MIXED_PRECISION": "no",
+}
+_SAVING = {"checkpointing_steps": "epoch", "output_dir": "{out}"}
 PROGRAMS = {
     "run_clm.py": Program(
         f"{_EXAMPLES}/language-modeling/run_clm.py",
@@ -250,6 +298,45 @@ PROGRAMS = {
         )
         for name, more in (("sft", {}), ("dpo", {}), ("grpo", GRPO))
     },
+    **{
+        f"{name}.py": Program(
+            f"accelerate/examples/{name}.py",
+            [],
+            write_letters,
+            None,
+            checkpoint=None,
+            log=last_accuracy,
+            stages=(2, 3),
+            variables=_ACCELERATE,
+        )
+        for name in ("nlp_example", "by_feature/gradient_accumulation", "by_feature/multi_process_metrics")
+    },
+    **{
+        f"{name}.py": Program(
+            f"accelerate/examples/{name}.py",
+            words(_SAVING),
+            write_letters,
+            into_bert,
+            resume=words({"resume_from_checkpoint": "{first}/epoch_1"}),
+            checkpoint="epoch_{step}/pytorch_model",
+            log=last_accuracy,
+            exact=False,
+            stages=(2, 3),
+            steps=(1, 2),
+            variables=_ACCELERATE,
+        )
+        for name in ("complete_nlp_example", "by_feature/checkpointing")
+    },
+    "cross_encoder/training_stsbenchmark.py": Program(
+        "sentence-transformers/examples/cross_encoder/training/sts/training_stsbenchmark.py",
+        [],
+        write_stsb,
+        by_cross_encoder,
+        checkpoint=None,
+        log=printed,
+        stages=(2, 3),
+        variables={**_ACCELERATE, "ACCELERATE_MIXED_PRECISION": "bf16"},
+    ),
     "cifar10_deepspeed.py": Program(
         "DeepSpeedExamples/training/cifar/cifar10_deepspeed.py",
         words({"epochs": 4, "log-interval": 1, "dtype": "fp32", "stage": "{stage}"}),
