@@ -50,10 +50,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_WORDS, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
     ),
     "bert-base-cased": ("BertForSequenceClassification", {**_SIZES, **_WORDS}),
-    "distilbert/distilroberta-base": (
-        "RobertaForSequenceClassification",
-        {**_SIZES, **_WORDS, "type_vocab_size": 2, "num_labels": 1},
-    ),
     "patrickvonplaten/t5-tiny-random": (
         "T5ForConditionalGeneration",
         {

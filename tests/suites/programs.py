@@ -91,20 +91,6 @@ def write_letters(data: Path) -> None:
     (data / "pairs.json").write_text("\n".join(map(json.dumps, pairs)))
 
 
-def write_stsb(data: Path) -> None:
-    """A cache of the hub with a tiny Roberta, and pairs with scores: how many letters they have in common."""
-    import hub
-
-    hub.make(data / "hub", [_ROBERTA_NAME])
-    draw, rows = random.Random(0), []
-    for _ in range(640):
-        pair = [draw.sample(string.ascii_lowercase[:12], k=6) for _ in range(2)]
-        score = len(set(pair[0]) & set(pair[1])) / 6
-        rows.append({"sentence1": " ".join(pair[0]), "sentence2": " ".join(pair[1]), "score": score})
-    splits = {"train": rows[:512], "validation": rows[512:576], "test": rows[576:]}
-    hub.save(splits, data / "hub" / "datasets", "sentence-transformers/stsb", "default")
-
-
 def write_sums(data: Path) -> None:
     """A tiny language model and questions with their answers."""
     make_model(data / "model")
@@ -146,14 +132,6 @@ def into_bert(folder: Path) -> Weights:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(next(cached.glob("snapshots/*")))
     model.load_state_dict(load_file(folder / "fp32.safetensors"))
     return model.state_dict()
-
-
-def by_cross_encoder(folder: Path) -> Weights:
-    """The weights that sentence-transformers loads of what its program saved last, by the names of its checkpoints."""
-    from sentence_transformers import CrossEncoder
-
-    (saved,) = folder.glob("output/*/final")
-    return CrossEncoder(str(saved)).state_dict()
 
 
 def on_the_board(folder: Path) -> Log:
@@ -209,7 +187,6 @@ def by_its_script(folder: Path) -> Weights:
 
 
 _BERT = "bert-base-cased"
-_ROBERTA_NAME = "distilbert/distilroberta-base"
 _EXAMPLES = "transformers/examples/pytorch"
 _CAUSAL = partial(from_pretrained, "AutoModelForCausalLM")
 _MODEL = {"model_name_or_path": "{data}/model", "output_dir": "{out}", "deepspeed": "{config}"}
@@ -264,7 +241,6 @@ _ACCELERATE = {  # what `accelerate launch --use_deepspeed` says to its script
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{config}",
     "ACCELERATE_MIXED_PRECISION": "no",
 }
-_SAVING = {"checkpointing_steps": "epoch", "output_dir": "{out}"}
 PROGRAMS = {
     "run_clm.py": Program(
         f"{_EXAMPLES}/language-modeling/run_clm.py",
@@ -298,44 +274,28 @@ PROGRAMS = {
         )
         for name, more in (("sft", {}), ("dpo", {}), ("grpo", GRPO))
     },
-    **{
-        f"{name}.py": Program(
-            f"accelerate/examples/{name}.py",
-            [],
-            write_letters,
-            None,
-            checkpoint=None,
-            log=last_accuracy,
-            stages=(2, 3),
-            variables=_ACCELERATE,
-        )
-        for name in ("nlp_example", "by_feature/gradient_accumulation", "by_feature/multi_process_metrics")
-    },
-    **{
-        f"{name}.py": Program(
-            f"accelerate/examples/{name}.py",
-            words(_SAVING),
-            write_letters,
-            into_bert,
-            resume=words({"resume_from_checkpoint": "{first}/epoch_1"}),
-            checkpoint="epoch_{step}/pytorch_model",
-            log=last_accuracy,
-            exact=False,
-            stages=(2, 3),
-            steps=(1, 2),
-            variables=_ACCELERATE,
-        )
-        for name in ("complete_nlp_example", "by_feature/checkpointing")
-    },
-    "cross_encoder/training_stsbenchmark.py": Program(
-        "sentence-transformers/examples/cross_encoder/training/sts/training_stsbenchmark.py",
+    "nlp_example.py": Program(
+        "accelerate/examples/nlp_example.py",
         [],
-        write_stsb,
-        by_cross_encoder,
+        write_letters,
+        None,
         checkpoint=None,
-        log=printed,
+        log=last_accuracy,
         stages=(2, 3),
-        variables={**_ACCELERATE, "ACCELERATE_MIXED_PRECISION": "bf16"},
+        variables=_ACCELERATE,
+    ),
+    "complete_nlp_example.py": Program(
+        "accelerate/examples/complete_nlp_example.py",
+        words({"checkpointing_steps": "epoch", "output_dir": "{out}"}),
+        write_letters,
+        into_bert,
+        resume=words({"resume_from_checkpoint": "{first}/epoch_1"}),
+        checkpoint="epoch_{step}/pytorch_model",
+        log=last_accuracy,
+        exact=False,
+        stages=(2, 3),
+        steps=(1, 2),
+        variables=_ACCELERATE,
     ),
     "cifar10_deepspeed.py": Program(
         "DeepSpeedExamples/training/cifar/cifar10_deepspeed.py",
