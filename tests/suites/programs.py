@@ -52,7 +52,7 @@ class Program:
     resume: list[str] = field(default_factory=lambda: ["--resume_from_checkpoint", f"{{first}}/checkpoint-{KEPT}"])
     checkpoint: str | None = "checkpoint-{step}/global_step{step}"
     log: Callable[[Path], Log] = logged
-    # False where plain Transformers draws other masks after a resume, too: then resumes of all stages are compared.
+    # False where plain runs draw other masks, or an order of data, after a resume: then resumes of stages are compared.
     exact: bool = True
     stages: tuple[int, ...] = (0, 2, 3)
     steps: tuple[int, int] = (KEPT, STEPS)  # after which it saves
@@ -61,6 +61,7 @@ class Program:
     in_place: bool = False
     packages: int = 0  # how many folders above its own are the packages that it imports
     dtype: str = "fp32"  # of what it computes with, and saves
+    variables: dict[str, str] = field(default_factory=dict)  # of the environment; {config} in them is as in words
 
 
 def write_text(data: Path) -> None:
@@ -139,6 +140,24 @@ def printed(folder: Path) -> Log:
     number = r"(?: *:)? +(-?\d[\w.-]*|nan|inf)"
     found = re.findall(f"([lL]oss|Accuracy of [^:]*?|chosen_last_scores [^:]*?){number}", text)
     return [{name.lower(): float(value)} for name, value in found]
+
+
+def last_accuracy(folder: Path) -> Log:
+    """What Accelerate's examples print of their last epoch; a resumed run prints no other."""
+    found = re.findall(r"epoch \d+: \{'accuracy': ([\d.]+)", folder.with_name(f"{folder.name}.log").read_text())
+    return [{"accuracy": float(each)} for each in found[-1:]]
+
+
+def into_bert(folder: Path) -> Weights:
+    """What the script beside the last checkpoint writes, as Transformers' model of it takes it."""
+    import transformers
+
+    (script,) = folder.glob("epoch_2/zero_to_fp32.py")
+    subprocess.run([sys.executable, script, script.parent, folder / "fp32.safetensors"], check=True)
+    cached = folder.parent / "data/hub/hub" / f"models--{_BERT}"
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(next(cached.glob("snapshots/*")))
+    model.load_state_dict(load_file(folder / "fp32.safetensors"))
+    return model.state_dict()
 
 
 def on_the_board(folder: Path) -> Log:
@@ -294,6 +313,11 @@ def of_torch(folder: Path) -> Weights:
     return torch.load(folder / "pytorch_model.bin", weights_only=True)
 
 
+_ACCELERATE = {  # what `accelerate launch --use_deepspeed` says to its script
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{config}",
+    "ACCELERATE_MIXED_PRECISION": "no",
+}
 PROGRAMS = {
     "run_clm.py": Program(
         f"{_EXAMPLES}/language-modeling/run_clm.py",
@@ -333,6 +357,29 @@ PROGRAMS = {
         partial(write_trl, "dpo"),
         _CAUSAL,
         log=logged_by_trl,
+    ),
+    "nlp_example.py": Program(
+        "accelerate/examples/nlp_example.py",
+        [],
+        write_letters,
+        None,
+        checkpoint=None,
+        log=last_accuracy,
+        stages=(2, 3),
+        variables=_ACCELERATE,
+    ),
+    "complete_nlp_example.py": Program(
+        "accelerate/examples/complete_nlp_example.py",
+        words({"checkpointing_steps": "epoch", "output_dir": "{out}"}),
+        write_letters,
+        into_bert,
+        resume=words({"resume_from_checkpoint": "{first}/epoch_1"}),
+        checkpoint="epoch_{step}/pytorch_model",
+        log=last_accuracy,
+        exact=False,
+        stages=(2, 3),
+        steps=(1, 2),
+        variables=_ACCELERATE,
     ),
     "cifar10_deepspeed.py": Program(
         "DeepSpeedExamples/training/cifar/cifar10_deepspeed.py",

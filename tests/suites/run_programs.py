@@ -68,6 +68,7 @@ def run(program: Program, script: Path, out: Path, log: Path, **places: Any) -> 
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "",  # else each run compiles all its libraries anew
+        **{name: value.format(**places) for name, value in program.variables.items()},
     }
     given = [*program.words, *(program.resume if "first" in places else [])]
     out.mkdir(parents=True)
@@ -110,9 +111,9 @@ def trouble(outcome: Outcome) -> str:
     """Why a run is not a good one; empty if it is."""
     if outcome.status:
         return str(outcome.status)
-    losses = [value for entry in outcome.log for key, value in entry.items() if "loss" in key]
-    if not all(map(math.isfinite, losses)) or len(set(losses)) < 2:
-        return f"losses {losses}"
+    told = [value for entry in outcome.log for key, value in entry.items() if "loss" in key or key == "accuracy"]
+    if not told or not all(map(math.isfinite, told)) or (len(told) > 1 and len(set(told)) < 2):
+        return f"losses {told}"
     return ""
 
 
