@@ -62,11 +62,6 @@ class ConfigFlags(NamedTuple):
         for text in self.sets:
             if not all(text.partition("=")):
                 raise LaunchError(f"--set: got {text!r}, wanted KEY=VALUE, such as zero_optimization.stage=3")
-        if self.file is not None or self.sets:
-            from zero.config.check import problems  # what starts no ranks with a configuration need not wait for it
-
-            if found := problems(self.file, self.sets):
-                raise LaunchError("--config and --set:\n" + "\n".join(found))
 
 
 @dataclass(frozen=True)
