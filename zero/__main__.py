@@ -126,8 +126,19 @@ def _refuse(what: str, error: object) -> int:
     return 2
 
 
+def _check_config(config: run_args.ConfigFlags) -> None:
+    """Raise `LaunchError` for a configuration on the command line that the ranks would refuse."""
+    config.check()
+    if config.file is not None or config.sets:
+        from zero.config.check import problems  # what starts no ranks with a configuration need not wait for it
+
+        if found := problems(config.file, config.sets):
+            raise run_args.LaunchError("--config and --set:\n" + "\n".join(found))
+
+
 def _run(args: argparse.Namespace) -> int:
     request = run_args.request(args)
+    _check_config(request.config)
     from zero.launch import start
 
     return start.run(request)
@@ -137,6 +148,7 @@ def _check(args: argparse.Namespace) -> int:
     try:
         request = script_args.check_request(args)
         request.check()
+        _check_config(request.config)
         from zero.tools.check import script
 
         return script.run(request)
@@ -147,6 +159,7 @@ def _check(args: argparse.Namespace) -> int:
 def _tune(args: argparse.Namespace) -> int:
     request = script_args.tune_request(args)
     request.check()
+    _check_config(request.config)
     from zero.tools.tune import tuning
 
     return tuning.run(request)

@@ -307,7 +307,8 @@ def test_without_latest(tmp_path: Path) -> None:
     with listening() as said:
         assert engine.load_checkpoint(tmp_path) == (None, None)
         assert engine.load_checkpoint(tmp_path / "nowhere") == (None, None)
-    assert sum("has no file 'latest'" in line for line in said) == 2
+    assert sum("has no file 'latest'" in line for line in said) == 1
+    assert f"load_checkpoint: there is no folder {tmp_path / 'nowhere'}; nothing is loaded" in said
 
 
 def other_saves(folder: Path) -> str:

@@ -87,6 +87,14 @@ WORDS = {
     "run --num_gpus 2": f"{USAGE}\nzero run: error: the following arguments are required: script",
     "run --num_gpus 2 b.py": "zero run: error: there is no script 'b.py' in ",
     "run --config b.json a.py": "zero run: error: --config: there is no file 'b.json' in ",
+    "run b.json a.py": "zero run: error: 'b.json' is a configuration by its name, and no script; give it by --config b",
+    "run --config c.yaml a.py": "c.yaml:\nthe file is YAML; wanted JSON or hjson: an object {...}",
+    "run --config c.json a.py": "unknown top-level key 'zero_optimisation'; did you mean 'zero_optimization'?",
+    "run --set stage=3 a.py": "unknown top-level key 'stage'; it belongs in 'zero_optimization'",
+    "run --set zero_optimization.stage=9 a.py": "zero_optimization.stage: got 9, wanted an integer from 0 to 3",
+    "tune --set zero.timeout=no a.py": "zero.timeout: got 'no', wanted a number of at least 1",
+    "run --nproc_per_node all a.py": "got 'all', wanted an integer of at least 1",
+    "run -m nope.there": "there is no module 'nope'",
     "run --set stage a.py": "zero run: error: --set: got 'stage', wanted KEY=VALUE, such as ",
     "run --rdzv_id 3 a.py": "--rdzv_id: this flag of another launcher is not here: the hosts of",
     "run --num_gpus 0 a.py": "got '0', wanted an integer of at least 1",
@@ -122,6 +130,8 @@ def test_mistakes_in_command_lines(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").write_text("")
+    (tmp_path / "c.yaml").write_text("zero_optimization:\n  stage: 3\n")
+    (tmp_path / "c.json").write_text('{"zero_optimisation": {"stage": 3}}')
     try:
         status = main(line.replace("PATH", PATH).split())
     except SystemExit as ended:
@@ -130,7 +140,7 @@ def test_mistakes_in_command_lines(
     assert (status, said.out) == (2, "")
     assert said.err.count(WORDS[line]) == 1, said.err
     assert "Traceback" not in said.err
-    assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", "c.json", "c.yaml"]
 
 
 def test_zero_alone_prints_its_help(launchers: Launchers, tmp_path: Path) -> None:
@@ -224,12 +234,29 @@ def test_the_winner_of_several_configurations_is_named(launchers: Launchers, tmp
     assert f"the configuration is config of initialize(), and not --config {file} --set zero_opt" in ended.stderr
 
 
+def test_what_people_type_is_understood(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As torchrun, python -m and model cards spell it; what a script is not known to take is said to go to it."""
+    parser = _parser()[0]
+    assert [parser.parse_args(["plan", "--params", text]).params for text in ("7B", "1.5b", "70e9", "350M")] == [
+        *(7e9, 1.5e9, 70e9, 350e6)
+    ]
+    assert parser.parse_args(["plan", "--device", "H100"]).device == "h100"
+    for word in ("gpu", "auto"):
+        assert parser.parse_args(["run", "--nproc_per_node", word, "-m", "pkg.train"]).num_gpus is None
+    script = tmp_path / "a.py"
+    for text, told in (("", True), ("add_argument('--num_gpus')", False)):
+        script.write_text(text)
+        assert main(["run", "--dry-run", str(script), "--num_gpus", "2", "--lr=1"]) == 0
+        said = "--num_gpus behind the script: given to it, which does not name it; options of zero run go before"
+        assert (said in capsys.readouterr().err) == told
+
+
 def test_every_number_on_a_command_line_is_looked_at() -> None:
     """A flag that takes a number says what came and what it wants, whichever command it is of."""
     seen = []
     for name, command in _parser()[1].choices.items():
         for action in command._actions:
-            if action.type is None or action.dest in ("launcher", "launcher_args", "log_level", "space"):
+            if action.type is None or action.dest in ("launcher", "launcher_args", "log_level", "space", "device"):
                 continue
             seen.append((name, action.dest))
             for text in ("", "x", "nan", "inf", "-1"):

@@ -156,7 +156,9 @@ def find(folder: Path, tag: str | None) -> tuple[Path, Index] | None:
 
 def without_latest(folder: Path) -> str:
     """What is to be said where nothing is asked for and there is no `latest`, and so nothing is loaded."""
-    return f"{folder} has no file '{LATEST}'; nothing is loaded" + (f". {_whole(folder)}" if folder.exists() else "")
+    if not folder.exists():
+        return f"there is no folder {folder}; nothing is loaded"
+    return f"{folder} has no file '{LATEST}'; nothing is loaded. {_whole(folder)}"
 
 
 def _whole(folder: Path) -> str:

@@ -14,6 +14,7 @@ from zero.config.batch import MICRO, STEPS, TRAIN, resolve, tree_error
 from zero.config.errors import ConfigError, dotted, show
 from zero.config.file import Config, File
 from zero.config.optimizers import ARGUMENTS, torch_reason
+from zero.config.override import override
 from zero.config.read import read
 from zero.config.unavailable import lookup
 from zero.config.walk import Walk, problem_line
@@ -79,6 +80,19 @@ def load(
     return Config.model_construct(
         _fields_set=set(file.model_fields_set), **fields, world_size=data_ranks, raw=config.values
     )
+
+
+def problems(file: str | None, sets: Sequence[str]) -> list[str]:
+    """Errors in a file, and in what `--set` puts in place of its values, as far as no number of ranks decides."""
+    try:
+        source = read({} if file is None else file)
+        for text in sets:
+            override(source.values, text)
+    except ValueError as error:
+        return str(error).splitlines()
+    walk = Walk()
+    found = walk.section(source.values, File)
+    return [*source.errors, *walk.errors, *_optimizer(found)]
 
 
 def _optimizer(file: File) -> list[str]:

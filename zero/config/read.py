@@ -78,6 +78,8 @@ def _parse(text: str, name: str) -> Any:
         return json.loads(text, object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
         strict = error
+    if name.lower().endswith((".yaml", ".yml")):
+        raise ConfigError(["the file is YAML; wanted JSON or hjson: an object {...} with keys in double quotes"], name)
     import hjson
 
     try:

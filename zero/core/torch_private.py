@@ -157,6 +157,8 @@ def take_off(owner: nn.Module | torch.Tensor, handles: Collection[RemovableHandl
         handle.remove()
         for table in filter(None, tables):
             table.pop(handle.id, None)
+    if isinstance(tables[0], _FirstRunsLast) and not tables[0]:
+        owner._post_accumulate_grad_hooks = OrderedDict()  # None would leave the old one where autograd has it
 
 
 def is_compiled(module: nn.Module) -> bool:

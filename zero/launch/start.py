@@ -19,6 +19,9 @@ from zero.launch.remote import job_runner, preflight
 def run(request: RunRequest) -> int:
     """Do what `zero run` was asked to; the exit status is that of the first rank that failed."""
     request.check()
+    if request.stray_options:
+        words = ", ".join(request.stray_options)
+        say(f"{words} behind the script: given to it, which does not name it; options of zero run go before the script")
     job = job_of(request, os.environ, Path.cwd())
     if job is None:
         if request.hosts.launcher != "ssh":

@@ -12,6 +12,7 @@ from zero.launch.hosts.hostfile import DEFAULT, MOST
 from zero.launch.hosts.selection import SlotChoice
 from zero.launch.launch_messages import LaunchError
 
+_FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 LAUNCHERS = ("ssh", "slurm", "openmpi", "mpich")  # all but the first by daemons of their own, which end all with one
 _OF_DEEPSPEED = {
     "impi": "the mpirun of Intel MPI is --launcher mpich",
@@ -99,9 +100,10 @@ ranks_of_host = at_least(1, MOST)
 
 
 def above_zero(text: str) -> float:
-    """A type of argument: a number above 0."""
+    """A type of argument: a number above 0, such as 7e9 or 7B."""
+    factor = _FACTORS.get(text[-1:].lower(), 1.0)
     try:
-        value = float(text)
+        value = factor * float(text if factor == 1.0 else text[:-1])
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:

@@ -28,6 +28,12 @@ _QUIET = _LEVELS[2:]
 _ALWAYS = ("--force_multi", "--standalone")
 _MEETING = "the hosts of a --hostfile find each other, at --master_addr and --master_port if you give them"
 _ELASTIC = "--max_restarts N restarts the ranks, with --min_nodes M on fewer hosts when some are lost"
+# Of these no other program than a launcher is told.
+_OF_LAUNCHERS = (
+    *("--num_gpus", "--num_accelerators", "--nproc_per_node", "--nproc-per-node", "--nproc", "--num_processes"),
+    *("--num_nodes", "--nnodes", "--hostfile", "--master_addr", "--master_port", "--max_restarts"),
+    *("--set", "--bind_cores_to_rank", "--as-deepspeed", "--as_deepspeed"),
+)
 _REFUSED = {
     "--save_pid": "no file with a process id is written; the shell has it in $! after `zero run ... &`",
     "--venv_script": "every host runs the Python that runs this command, and so its environment; variables go into "
@@ -87,6 +93,15 @@ class RunRequest:
         """Whether scripts get `--local_rank=N`: of DeepSpeed's launchers the one that uses ssh gives it."""
         return self.as_deepspeed and not self.hosts.no_local_rank and self.hosts.launcher == "ssh"
 
+    @property
+    def stray_options(self) -> tuple[str, ...]:
+        """Options of a launcher among the arguments of a script that has no such word: they were meant for us."""
+        given = dict.fromkeys(word.partition("=")[0] for word in self.script_args)
+        if self.module or self.no_python or not (given := [word for word in given if word in _OF_LAUNCHERS]):
+            return ()
+        text = Path(self.script).read_text(errors="replace")
+        return tuple(word for word in given if word.lstrip("-") not in text)
+
     def command(self, local: int) -> list[str]:
         """The command line of rank number `local` of its host."""
         script = [self.script, *([f"--local_rank={local}"] if self.gives_local_rank else []), *self.script_args]
@@ -133,6 +148,8 @@ def check_script(script: str, module: bool, no_python: bool) -> None:
     elif no_python:
         if shutil.which(script) is None:
             raise LaunchError(f"there is no program {script!r} in PATH or in {Path.cwd()}")
+    elif script.lower().endswith((".json", ".hjson", ".yaml", ".yml")):
+        raise LaunchError(f"{script!r} is a configuration by its name, and no script; give it by --config {script}")
     elif not os.path.exists(script):
         where = "" if os.path.isabs(script) else f" in {Path.cwd()}"
         raise LaunchError(f"there is no script {script!r}{where}")
@@ -147,7 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_gpus", "--num_accelerators", type=ranks_of_host, metavar="N", help=about)
     # As torchrun and accelerate launch spell it.
     same = ("--nproc_per_node", "--nproc-per-node", "--nproc", "--num_processes")
-    parser.add_argument(*same, dest="num_gpus", type=ranks_of_host, help=argparse.SUPPRESS)
+    parser.add_argument(*same, dest="num_gpus", type=_processes, help=argparse.SUPPRESS)
     parser.add_argument("--nnodes", dest="num_nodes", type=at_least(1), help=argparse.SUPPRESS)
     add_config(parser)
     about = "the first N hosts of the hostfile (default: all)"
@@ -157,7 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "port of rank 0 (default: one that is free; 29500 on several hosts)"
     parser.add_argument("--master_port", type=port, metavar="P", help=about)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--module", action="store_true", help="run the script as python -m does")
+    how.add_argument("-m", "--module", action="store_true", help="run the script as python -m does")
     how.add_argument("--no_python", action="store_true", help="run the script itself, without python")
     about = "start all ranks again after a failure, at most N times; TORCHELASTIC_RESTART_COUNT tells them how often "
     about += "that was (default: %(default)s)"
@@ -187,6 +204,11 @@ def _add_of_others(parser: argparse.ArgumentParser) -> None:
     for flag in _REFUSED:
         parser.add_argument(flag, action=_RefusedFlag, nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--log_level", type=str.lower, choices=_LEVELS, default="info", help=argparse.SUPPRESS)
+
+
+def _processes(text: str) -> int | None:
+    """As torchrun takes it: a number, or what stands for as many as there are."""
+    return None if text in ("gpu", "auto") else ranks_of_host(text)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

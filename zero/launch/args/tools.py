@@ -43,7 +43,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=about)
     parser.add_argument("--groups", action="store_true", help="print the groups of ranks along each axis")
-    about = "print the GB per rank of a transformer of N parameters, such as 70e9, for each stage and placement"
+    about = "print the GB per rank of a transformer of N parameters, such as 70B, for each stage and placement"
     parser.add_argument("--params", type=above_zero, metavar="N", help=about)
     parser.add_argument("--layers", type=at_least(1), metavar="N", help="its layers (default: a 128th of the width)")
     parser.add_argument("--width", type=at_least(1), metavar="N", help="its width (default: 128 times the layers)")
@@ -51,7 +51,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "with it, time too: the name of a device such as h200 or a100, or measured: this machine, which is tried for "
     )
     about += "some seconds. cuda (the default) and cpu: bytes only, with a memory of its own or that of the host"
-    parser.add_argument("--device", default="cuda", metavar="NAME", help=about)
+    parser.add_argument("--device", type=str.lower, default="cuda", metavar="NAME", help=about)
     parser.add_argument(
         "--sequence",
         type=at_least(1),
@@ -87,7 +87,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     about = "memory of one device, of which 60 %% may hold state (asked; 80 by default)"
     parser.add_argument("--memory", type=above_zero, metavar="GB", help=about)
     about = "cuda: a device with memory of its own (the default); cpu: ranks that train in host memory"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=about)
+    parser.add_argument("--device", type=str.lower, choices=("cuda", "cpu"), default="cuda", help=about)
 
 
 def _counts(text: str) -> list[int]:
