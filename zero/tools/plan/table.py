@@ -59,7 +59,7 @@ def tokens(setup: Setup, row: PlanRow) -> float:
 
 
 class MessageShare(NamedTuple):
-    """Of a step: the share in which ranks wait for messages, so much longer is it; and that in which messages travel."""
+    """Of a step: the share in which ranks wait for messages, so much longer is it; that in which messages travel."""
 
     longer: float
     busy: float
@@ -114,8 +114,8 @@ def pays(setup: Setup, row: PlanRow) -> str:
     cost, later = waits(setup, row), waits(more, after)
     verdict = "pays" if gain >= enough(2) else "does not pay"
     return (
-        f"messages travel for {cost.busy:.0%} of a step, and ranks wait for them for {cost.longer:.0%} of it; twice the "
-        f"ranks {verdict}: {gain:.2f} x the speed, with waits of {later.longer:.0%}"
+        f"messages travel for {cost.busy:.0%} of a step, and ranks wait for them for {cost.longer:.0%} of it; twice "
+        f"the ranks {verdict}: {gain:.2f} x the speed, with waits of {later.longer:.0%}"
     )
 
 
