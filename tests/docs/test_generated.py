@@ -78,6 +78,8 @@ def test_the_pages_build_without_a_warning_or_a_network(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+    page = (tmp_path / "deepspeed.html").read_text()
+    assert "_static/find.js" in page and 'id="what-of-deepspeed-works-here"' in page, "its box finds a name"
     api = (tmp_path / "api.html").read_text()
     assert not inside_of_others(api)
     assert all(f'id="zero.{name}"' in api for name in ("initialize", "Engine.step", "Init", "lightning.ZeroStrategy"))

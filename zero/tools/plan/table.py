@@ -59,7 +59,7 @@ def tokens(setup: Setup, row: PlanRow) -> float:
 
 
 class MessageShare(NamedTuple):
-    """Of a step: the share in which ranks wait for messages, by which it is longer, and that in which these travel."""
+    """Of a step: the share in which ranks wait for messages, so much longer is it; that in which messages travel."""
 
     longer: float
     busy: float
