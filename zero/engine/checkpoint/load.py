@@ -118,8 +118,7 @@ class CheckpointLoader:
         if plan is None:
             rank_zero(logging.WARNING, "load_checkpoint: %s", without_latest(Path(load_dir)))
             return None, None
-        anew = not load_optimizer_states and not load_module_only
-        self._take(what, plan, anew, custom_load_fn)
+        self._take(what, plan, not (load_optimizer_states or load_module_only), custom_load_fn)
         together(lambda: self._sharded.module.load_state_dict(values.extra, strict=False), world, what)
         if not load_module_only:
             together(lambda: self._resume(values, load_optimizer_states, load_lr_scheduler_states), world, what)
