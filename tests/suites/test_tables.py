@@ -49,9 +49,9 @@ def test_only_what_is_right_is_yes(changed: dict[str, Any], columns: list[str]) 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/huggingface_tried.md"])
 def test_the_tables_of_programs_have_each_with_its_stages(page: str) -> None:
-    row = r"^\| ([^|]*`\w+\.py`[^|]*) \|(?: [^|]+ \|)?? ([0-3, ]+) \|"  # the README says in between where it is from
+    row = r"^\| ([^|]*`[\w.-]+`[^|]*) \|(?: [^|]+ \|)?? ([0-3, ]+) \|"  # the README says in between where it is from
     rows = re.findall(row, (ROOT / page).read_text(), re.MULTILINE)
-    shown = {name: stages for names, stages in rows for name in re.findall(r"`(\w+\.py)`", names)}
+    shown = {name: stages for names, stages in rows for name in re.findall(r"`([\w.-]+)`", names)}
     assert shown == {name: ", ".join(map(str, program.stages)) for name, program in PROGRAMS.items()}
 
 
