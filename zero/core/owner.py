@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from zero.core.released import UNCLIPPED, Released
-from zero.log import log_once
+from zero.core.released import Released
 from zero.plan.cut import Cut
 from zero.plan.grid import DENSE, PARTS, UnitAxes
 
@@ -75,13 +73,6 @@ def share_along(axes: UnitAxes, params: Iterable[nn.Parameter]) -> None:
 def owner_of(param: torch.Tensor) -> Owner | None:
     """The unit of a parameter, or None when no engine manages it."""
     return getattr(param, "_zero_owner", None)
-
-
-def warn_of_clipping(params: Iterable[torch.Tensor]) -> None:
-    """Warn, once, where torch is to clip gradients that an engine has taken from these parameters."""
-    params = list(params)
-    if any(owner_of(param) is not None for param in params) and all(param.grad is None for param in params):
-        log_once(logging.WARNING, UNCLIPPED)
 
 
 def is_released(param: torch.Tensor) -> bool:

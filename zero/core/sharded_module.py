@@ -24,12 +24,12 @@ from zero.core.leaf import is_apart, z3_leaf_module
 from zero.core.mesh import Meshes
 from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
 from zero.core.offload import Offload, is_enabled, placed, unplaced
-from zero.core.owner import axes_of, cut_of, owner_of, warn_of_clipping
+from zero.core.owner import axes_of, cut_of, owner_of
 from zero.core.prefetcher import ParamPrefetcher, in_backward
 from zero.core.ratio import choose_ratio
 from zero.core.reducer import Reducer
 from zero.core.streaming import is_streamed
-from zero.core.torch_private import is_compiled, take_off, watch_clipping
+from zero.core.torch_private import is_compiled, take_off
 from zero.core.unit import Unit
 from zero.core.world import World
 from zero.log import log_once, logger
@@ -234,7 +234,6 @@ def wrap(
         if owner is not None and not isinstance(owner.unit, DeferredParam):
             raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
     prepare(module, device)
-    watch_clipping(warn_of_clipping)
     plans = plan_module(module, groups, world.size, settings, numerics.formats.alignment)
     world.watchdog.units = [plan.name for plan in plans]
     shared = [meshes.of(plan.axes) for plan in plans]

@@ -122,22 +122,6 @@ def hook_last(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Rem
     return tensor.register_post_accumulate_grad_hook(hook)
 
 
-def watch_clipping(seen: Callable[[list[torch.Tensor]], None]) -> None:
-    """Have `seen` look at the parameters of each `torch.nn.utils.clip_grad_norm_`, wherever it was imported; once."""
-    module, name = torch.nn.utils.clip_grad, "_clip_grads_with_norm_"
-    plain = getattr(module, name, None)
-    if plain is None or hasattr(plain, "zero_watches"):
-        return
-
-    @functools.wraps(plain)
-    def clip(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        seen(parameters)
-        plain(parameters, *args, **kwargs)
-
-    clip.zero_watches = True
-    setattr(module, name, clip)
-
-
 def pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """What is registered to run before the module's forward, in order."""
     return list(module._forward_pre_hooks.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 from zero.compat.getters import DeepSpeedGetters
 from zero.compat.names import instead
 from zero.config import Config
+from zero.core.released import UNCLIPPED
 from zero.core.sharded_module import ShardedModule
 from zero.core.world import Axis
 from zero.data import Loader
@@ -32,6 +34,7 @@ from zero.engine.status import Status
 from zero.engine.step import TrainingStep
 from zero.engine.weight_updates import WeightUpdates
 from zero.engine.weights import Weights
+from zero.log import log_once
 from zero.monitor.monitor import Monitor
 from zero.optim.optimizer import ZeroOptimizer
 from zero.parallel.shared import SharedSequences
@@ -167,6 +170,13 @@ class Engine(DeepSpeedGetters, nn.Module):
         parameters that are cut it raises on all ranks, and may be called again outside.
         """
         self._status.check_not_destroyed()
+        # Released parameters see torch's clipping; of others their `grad` is read, which no engine is told of.
+        if (
+            not self.global_steps
+            and "clip_grad_norm_" in sys._getframe(1).f_code.co_names
+            and not self.gradient_clipping()
+        ):
+            log_once(logging.WARNING, UNCLIPPED)
         self._training.step(self.lr_scheduler, lr_kwargs or {}, partial)
 
     def is_gradient_accumulation_boundary(self) -> bool:
