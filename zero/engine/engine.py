@@ -171,11 +171,8 @@ class Engine(DeepSpeedGetters, nn.Module):
         """
         self._status.check_not_destroyed()
         # Released parameters see torch's clipping; of others their `grad` is read, which no engine is told of.
-        if (
-            not self.global_steps
-            and "clip_grad_norm_" in sys._getframe(1).f_code.co_names
-            and not self.gradient_clipping()
-        ):
+        caller = None if self.global_steps or self.gradient_clipping() else sys._getframe(1).f_code
+        if caller is not None and "clip_grad_norm_" in caller.co_names:
             log_once(logging.WARNING, UNCLIPPED)
         self._training.step(self.lr_scheduler, lr_kwargs or {}, partial)
 
