@@ -14,6 +14,7 @@ from zero.core.state import State
 from zero.core.torch_private import backward_task, storage_id
 from zero.core.unit import Unit
 from zero.plan.order import START, Limits, Position, advance, fetched_ahead, read_ahead, to_come, used_again
+from zero.watchdog.rank_status import RankStatus
 
 
 def in_backward() -> bool:
@@ -163,6 +164,7 @@ class ParamPrefetcher:
 
     backwards: how many backwards have ended: the number of the one that runs;
     forecast:  what is expected to be used next;
+    status:    of this rank, which other ranks see;
     on_forward: called when a forward begins that builds a graph, before anything is gathered.
     """
 
@@ -173,6 +175,7 @@ class ParamPrefetcher:
         self._sizes = [sum(spec.numel for spec in unit.plan.params) for unit in units]
         self._limits = limits
         self.forecast = Forecast()
+        self.status = units[0].mesh.data.watchdog.status if units else RankStatus(0)
         self._disk = DiskPrefetcher(units, limits)
         self._calls: list[Call] = []  # hooked modules that are in their forward, the innermost last
         self._methods: list[Call] = []  # methods that run as a forward does, outside of any; likewise

@@ -18,7 +18,6 @@ from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.log import logger, rank
 from zero.plan.sharding import Sharding
-from zero.watchdog.rank_status import RankStatus
 
 
 @dataclass
@@ -79,7 +78,6 @@ class Reducer:
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
         self._every_micro_batch = sharding.grads
         self._prefetcher = prefetcher
-        self._status = units[0].mesh.data.watchdog.status if units else RankStatus(0)
         self.on_last: Callable[[], object] = bool
         self.on_flush: list[Callable[[], None]] = []
         self._backward: Backward | None = None  # that has begun and was not flushed yet
@@ -151,7 +149,7 @@ class Reducer:
             if self.pending:
                 unit.gradients.widen()
         self._backward = None
-        self._status.forwards = 0
+        self._prefetcher.status.forwards = 0
         self.rounds += 1
         self.leaf = self.leaf._replace(backward=self.leaf.backward + 1)
         self._prefetcher.end_of_backward()
@@ -199,7 +197,7 @@ class Reducer:
         for unit in self._order:
             unit.gradients.forget_error()
         self._backward = None
-        self._status.abandon()
+        self._prefetcher.status.abandon()
         self.leaf = Leaf()  # the window begins anew
 
     def detach(self) -> None:
@@ -232,7 +230,7 @@ class Reducer:
 
     def _begin(self) -> None:
         self.on_begin()
-        self._status.forwards = max(0, self._status.forwards - 1)
+        self._prefetcher.status.forwards = max(0, self._prefetcher.status.forwards - 1)
         self._backward = Backward(weight=self.weights.take())
         self.finite.begin()
 

@@ -8,7 +8,7 @@ import time
 import zlib
 from typing import NamedTuple
 
-from zero.watchdog.hang_report import Phase, Record, View, clipped
+from zero.watchdog.hang_report import Blocked, Phase, Record, View, clipped
 
 Among = tuple[tuple[int, ...], int]  # ranks, and an attempt
 MOST_OWED = 16  # waits of other ranks in a record: a cycle needs one of each
@@ -58,15 +58,42 @@ class FailedWait(NamedTuple):
     at: float
 
 
+class Begun:
+    """The collectives that this rank has begun.
+
+    turns:   how many, by text and by ranks and attempt;
+    attempt: how often a step has ended with an exception inside attention that ranks share, or behind it;
+    attends: whether such attention has begun in this step.
+    """
+
+    def __init__(self) -> None:
+        self.turns: dict[str, dict[Among, int]] = {}
+        self.attempt = 0
+        self.attends = False
+
+    def count(self, begun: Collective) -> int:
+        """Count one more with its text among its ranks; returns its turn, 0 without ranks."""
+        turns, among = self.turns.setdefault(begun.text, {}), (begun.ranks, begun.attempt)
+        turns[among] = turns.get(among, 0) + bool(begun.ranks)
+        return turns[among]
+
+    def lacks(self, record: Record, rank: int) -> bool:
+        """Whether another rank waits for a part of this `rank` that has not begun."""
+        there = record.blocked
+        turns = {digest(among): turn for among, turn in [*self.turns.get(record.waits, {}).items()]}
+        if there is None or turns.get(there.among, 0) >= there.turn:
+            return False
+        if there.needs:
+            return rank in there.needs
+        return any(digest(among) == there.among for known in [*self.turns.values()] for among in [*known])
+
+
 class RankStatus:
     """One engine's activity on this rank. Attributes are plain values, each written by one thread, without locks.
 
     A failed update beside the training loop also writes `error` and `failing`; nothing else matters then.
 
     waiting: the wait that blocks now, or None; last: the last collective begun;
-    begun:   how many collectives have begun, by text and by ranks and attempt;
-    attempt: how often a step has ended with an exception inside attention that ranks share, or behind it; attends:
-             whether such attention has begun in this one;
     loop:    the thread of the training loop; forwards: its forwards that built a graph and have had no
              backward, since the last one;
     owes:    a wait of this thread, and the waits of other ranks for what it has not begun, as rank and begin;
@@ -85,9 +112,7 @@ class RankStatus:
         self.sent = 0
         self.last: Collective | None = None
         self.waiting: Waiting | None = None
-        self.begun: dict[str, dict[Among, int]] = {}
-        self.attempt = 0
-        self.attends = False
+        self.begun = Begun()
         self.loop = threading.get_ident()
         self.forwards = 0
         self.owes: tuple[Waiting | None, tuple[tuple[int, float], ...]] = (None, ())
@@ -111,34 +136,22 @@ class RankStatus:
 
     def abandon(self) -> None:
         """The step has ended with an exception, perhaps on this rank alone."""
-        self.attempt += self.attends
-        self.attends, self.forwards = False, 0
-
-    def count(self, begun: Collective) -> int:
-        """Count one more collective with its text among its ranks; returns its turn, 0 without ranks."""
-        turns, among = self.begun.setdefault(begun.text, {}), (begun.ranks, begun.attempt)
-        turns[among] = turns.get(among, 0) + bool(begun.ranks)
-        return turns[among]
+        self.begun.attempt += self.begun.attends
+        self.begun.attends, self.forwards = False, 0
 
     def look(self, waiting: Waiting, view: View) -> None:
         """Note which ranks wait for what this rank has not begun, and will not before its own wait ends."""
-        records = [seen.record for seen in view.others.values() if seen.record.turn and self._lacks(seen.record)]
-        owed = tuple((record.rank, record.since) for record in records[:MOST_OWED])
-        self.owes = (waiting, owed if waiting.thread == self.loop else ())
-
-    def _lacks(self, record: Record) -> bool:
-        """Whether that rank waits for a part of this one that has not begun."""
-        turns = {digest(among): turn for among, turn in [*self.begun.get(record.waits, {}).items()]}
-        if turns.get(record.among, 0) >= record.turn:
-            return False
-        if record.needs:
-            return self.rank in record.needs
-        return any(digest(among) == record.among for known in [*self.begun.values()] for among in [*known])
+        lacking = [seen.record for seen in view.others.values() if self.begun.lacks(seen.record, self.rank)]
+        owed = tuple((record.rank, record.blocked.since) for record in lacking[:MOST_OWED])
+        self.owes = (waiting, owed)
 
     def record(self, beat: int, fault: int) -> Record:
         """The record for other ranks."""
         waiting, last, owes = self.waiting, self.last, self.owes
-        blocked = waiting is not None and waiting.thread == self.loop
+        blocked = None
+        if waiting is not None and waiting.thread == self.loop and (of := waiting.collective).turn:
+            owed = owes[1] if owes[0] is waiting else ()
+            blocked = Blocked(waiting.since, digest((of.ranks, of.attempt)), of.turn, of.needs, owed)
         return Record(
             rank=self.rank,
             beat=beat,
@@ -155,11 +168,7 @@ class RankStatus:
             gave_up=bool(self.gave_up),
             progress=self.progress,
             forwards=self.forwards,
-            since=waiting.since if blocked else 0.0,
-            among=digest((waiting.collective.ranks, waiting.collective.attempt)) if blocked else 0,
-            turn=waiting.collective.turn if blocked else 0,
-            needs=waiting.collective.needs if blocked else (),
-            owes=owes[1] if owes[0] is waiting else (),
+            blocked=blocked,
         )
 
 
