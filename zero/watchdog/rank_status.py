@@ -96,7 +96,7 @@ class RankStatus:
     waiting: the wait that blocks now, or None; last: the last collective begun;
     loop:    the thread of the training loop; forwards: its forwards that built a graph and have had no
              backward, since the last one;
-    owes:    a wait of this thread, and the waits of other ranks for what it has not begun, as rank and begin;
+    owes:    the begin of a wait, and the waits of other ranks for what was not begun then, as rank and begin;
     sent:    bytes that have left this rank for others, in messages of the engine;
     error:   the last exception that left the engine; failing: no call has begun since;
     gave_up: why this rank gave up waiting, "" if it has not; missing: the ranks it waited for;
@@ -115,7 +115,7 @@ class RankStatus:
         self.begun = Begun()
         self.loop = threading.get_ident()
         self.forwards = 0
-        self.owes: tuple[Waiting | None, tuple[tuple[int, float], ...]] = (None, ())
+        self.owes: tuple[float, tuple[tuple[int, float], ...]] = (0.0, ())
         self.error = ""
         self.failing = False
         self.gave_up = ""
@@ -143,14 +143,14 @@ class RankStatus:
         """Note which ranks wait for what this rank has not begun, and will not before its own wait ends."""
         lacking = [seen.record for seen in view.others.values() if self.begun.lacks(seen.record, self.rank)]
         owed = tuple((record.rank, record.blocked.since) for record in lacking[:MOST_OWED])
-        self.owes = (waiting, owed)
+        self.owes = (waiting.since, owed)
 
     def record(self, beat: int, fault: int) -> Record:
         """The record for other ranks."""
         waiting, last, owes = self.waiting, self.last, self.owes
         blocked = None
         if waiting is not None and waiting.thread == self.loop and (of := waiting.collective).turn:
-            owed = owes[1] if owes[0] is waiting else ()
+            owed = owes[1] if owes[0] == waiting.since else ()
             blocked = Blocked(waiting.since, digest((of.ranks, of.attempt)), of.turn, of.needs, owed)
         return Record(
             rank=self.rank,

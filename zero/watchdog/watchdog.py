@@ -163,7 +163,7 @@ class Watchdog:
             if phase is Phase.STEP:
                 status.steps += 1
                 # All ranks have come to this step: what one of them raised before does not part them.
-                status.begun.attends, status.error = False, ""
+                status.begun.attends, status.error = False, status.error if status.failing else ""
         except BaseException as error:
             status.fail(error)
             self._tell()
