@@ -98,6 +98,8 @@ def sent(shard: int) -> Counter:
     counted, send = Counter(), dist.isend
 
     def count(tensor: torch.Tensor, group: Any, group_dst: int, tag: int) -> dist.Work:
+        if (tag - comm.FIRST_TAG) % comm.TAGS >= comm.KINDS:  # of no unit
+            return send(tensor, group=group, group_dst=group_dst, tag=tag)
         peer = dist.get_process_group_ranks(group)[group_dst]
         direction = ("gather", "reduce", "reduce")[(tag - comm.FIRST_TAG) % comm.TAGS % 3]
         where = "inside" if peer // 2 == dist.get_rank() // 2 else "between"

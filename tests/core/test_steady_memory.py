@@ -24,7 +24,7 @@ import zero
 
 WIDTH = 4
 # What the watch keeps of each other rank, from whenever it first hears of it: by the clock, not by steps.
-BY_TIME = ("zero.watchdog.hang_report.Record", "zero.watchdog.hang_report.Seen")
+BY_TIME = tuple(f"zero.watchdog.hang_report.{name}" for name in ("Record", "Seen", "Blocked"))
 
 
 class Tiny(nn.Module):

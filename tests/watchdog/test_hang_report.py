@@ -96,14 +96,14 @@ def test_a_rank_that_failed_ends_the_wait_of_others_only_if_it_has_not_sent_its_
 
 
 def test_only_ranks_of_which_each_waits_for_one_that_waits_too_are_known_to_wait_for_ever() -> None:
-    own = replace(waiting(0), blocked=Blocked(1.0, turn=1), owes=((1, 2.0),))
-    other = replace(waiting(1), blocked=Blocked(2.0, turn=1), owes=((0, 1.0),))
+    def stuck(rank: int, *owes: tuple[int, float]) -> Record:
+        return replace(waiting(rank), blocked=Blocked(1.0 + rank, 5, 1, (), owes))
+
+    own, other = stuck(0, (1, 2.0)), stuck(1, (0, 1.0))
     assert deadlock(view(other), own) == {0: 1.0, 1: 2.0}
-    behind = replace(waiting(2), blocked=Blocked(3.0, turn=1))
-    assert deadlock(view(replace(other, owes=((0, 1.0), (2, 3.0))), behind), own) == {0: 1.0, 1: 2.0, 2: 3.0}
-    assert not deadlock(view(replace(other, owes=())), own), "it has sent its part, which may be on its way"
-    assert not deadlock(view(replace(other, owes=((0, 0.5),))), own), "that wait has ended"
-    assert not deadlock(view(replace(other, waits="", blocked=Blocked())), own), "it computes"
-    assert not deadlock(view(replace(other, blocked=Blocked(2.0))), own), "nobody can tell what it waits for"
+    assert deadlock(view(stuck(1, (0, 1.0), (2, 3.0)), stuck(2)), own) == {0: 1.0, 1: 2.0, 2: 3.0}
+    assert not deadlock(view(stuck(1)), own), "it has sent its part, which may be on its way"
+    assert not deadlock(view(stuck(1, (0, 0.5))), own), "that wait has ended"
+    assert not deadlock(view(replace(other, blocked=None)), own), "it computes"
     assert blame(view(replace(other, forwards=1)), own, [0, 1]).startswith("rank 1 went on after a forward without")
     assert record_of(other.to_json()) == other

@@ -162,7 +162,7 @@ class Reducer:
             if self.pending:
                 unit.gradients.widen()
         self._backward = None
-        self._status.attempt.forwards = 0
+        self._status.forwards = 0
         self.rounds += 1
         self.leaf = self.leaf._replace(backward=self.leaf.backward + 1)
         self._prefetcher.end_of_backward()
@@ -247,7 +247,7 @@ class Reducer:
 
     def _begin(self) -> None:
         self.on_begin()
-        self._status.attempt.forwards = max(0, self._status.attempt.forwards - 1)
+        self._status.forwards = max(0, self._status.forwards - 1)
         self._backward = Backward()
         self.finite.begin()
 

@@ -301,7 +301,7 @@ class TrainingStep:
             with watched, timed, self._precision.forward(), self._seeded(), self.recomputing.scope():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
                 output = call(*inputs, **kwargs)
-            self._sharded.world.watchdog.status.attempt.forwards += torch.is_grad_enabled()
+            self._sharded.world.watchdog.status.forwards += torch.is_grad_enabled()
             return output
         except BaseException as error:
             self._abandon()

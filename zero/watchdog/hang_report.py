@@ -29,15 +29,16 @@ class Phase(enum.Enum):
 
 
 class Blocked(NamedTuple):
-    """A wait of a training loop: its begin, by the clock of its rank, and the rest as in `Collective`."""
+    """A wait of a training loop: its begin, by the clock of that rank; among, turn, needs: as in `Collective`.
 
-    since: float = 0.0
-    among: int = 0
-    turn: int = 0
+    owes: waits of other ranks, by rank and begin, for what this one has not begun, and will not inside of its wait.
+    """
+
+    since: float
+    among: int
+    turn: int
     needs: tuple[int, ...] = ()
-
-
-NOT_BLOCKED = Blocked()
+    owes: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ class Record:
     missing: the ranks whose absence made it give up; empty if the exception is its own;
     progress: grows while it writes a checkpoint;
     forwards: that built a graph and have had no backward, since the last one;
-    blocked: what its training loop waits for;
-    owes:    waits of other ranks, by rank and begin, for what it has not begun when that wait of its own had.
+    blocked: what its training loop waits for, where others can tell whether they have begun it.
     """
 
     rank: int
@@ -72,8 +72,7 @@ class Record:
     gave_up: bool = False
     progress: int = 0
     forwards: int = 0
-    blocked: Blocked = NOT_BLOCKED
-    owes: tuple[tuple[int, float], ...] = ()
+    blocked: Blocked | None = None
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -83,10 +82,10 @@ class Record:
 def record_of(text: str | bytes) -> Record:
     """The record from the text of `to_json`."""
     values = json.loads(text)
-    since, among, turn, needs = values["blocked"]
-    lists = {"missing": tuple(values["missing"]), "owes": tuple(map(tuple, values["owes"]))}
-    blocked = Blocked(since, among, turn, tuple(needs))
-    return Record(**values | lists | {"phase": Phase(values["phase"]), "blocked": blocked})
+    if blocked := values["blocked"]:
+        *plain, needs, owes = blocked
+        values["blocked"] = Blocked(*plain, tuple(needs), tuple(map(tuple, owes)))
+    return Record(**values | {"phase": Phase(values["phase"]), "missing": tuple(values["missing"])})
 
 
 class Seen(NamedTuple):
@@ -236,9 +235,9 @@ def deadlock(view: View, own: Record) -> dict[int, float]:
     of some ranks waits for one of them that has not begun its part, none of these waits ends.
     """
     records = {record.rank: record for record in (own, *(seen.record for seen in view.others.values()))}
-    stuck = {rank: record.blocked.since for rank, record in records.items() if record.waits and record.blocked.turn}
+    stuck = {rank: record.blocked.since for rank, record in records.items() if record.blocked}
     while True:
-        owed = {(rank, since) for other in stuck for rank, since in records[other].owes}
+        owed = {(rank, since) for other in stuck for rank, since in records[other].blocked.owes}
         left = {rank: since for rank, since in stuck.items() if (rank, since) in owed}
         if left == stuck:
             return stuck if own.rank in stuck else {}

@@ -6,10 +6,9 @@ import functools
 import threading
 import time
 import zlib
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from zero.watchdog.hang_report import NOT_BLOCKED, Blocked, Phase, Record, View, clipped
+from zero.watchdog.hang_report import Blocked, Phase, Record, View, clipped
 
 Among = tuple[tuple[int, ...], int]  # ranks, and an attempt
 MOST_OWED = 16  # waits of other ranks in a record: a cycle needs one of each
@@ -51,20 +50,6 @@ class Waiting(NamedTuple):
     thread: int = 0
 
 
-@dataclass
-class Attempt:
-    """The running step as this rank tries it.
-
-    number:   how many before have ended with an exception inside attention that ranks share, or behind it;
-    attends:  whether such attention has begun in this one;
-    forwards: that built a graph and have had no backward, since the last one.
-    """
-
-    number: int = 0
-    attends: bool = False
-    forwards: int = 0
-
-
 class FailedWait(NamedTuple):
     """A wait that ended with an error of the transport, and when."""
 
@@ -73,16 +58,45 @@ class FailedWait(NamedTuple):
     at: float
 
 
+class Begun:
+    """The collectives that this rank has begun.
+
+    turns:   how many, by text and by ranks and attempt;
+    attempt: how often a step has ended with an exception inside attention that ranks share, or behind it;
+    attends: whether such attention has begun in this step.
+    """
+
+    def __init__(self) -> None:
+        self.turns: dict[str, dict[Among, int]] = {}
+        self.attempt = 0
+        self.attends = False
+
+    def count(self, begun: Collective) -> int:
+        """Count one more with its text among its ranks; returns its turn, 0 without ranks."""
+        turns, among = self.turns.setdefault(begun.text, {}), (begun.ranks, begun.attempt)
+        turns[among] = turns.get(among, 0) + bool(begun.ranks)
+        return turns[among]
+
+    def lacks(self, record: Record, rank: int) -> bool:
+        """Whether another rank waits for a part of this `rank` that has not begun."""
+        there = record.blocked
+        turns = {digest(among): turn for among, turn in [*self.turns.get(record.waits, {}).items()]}
+        if there is None or turns.get(there.among, 0) >= there.turn:
+            return False
+        if there.needs:
+            return rank in there.needs
+        return any(digest(among) == there.among for known in [*self.turns.values()] for among in [*known])
+
+
 class RankStatus:
     """One engine's activity on this rank. Attributes are plain values, each written by one thread, without locks.
 
     A failed update beside the training loop also writes `error` and `failing`; nothing else matters then.
 
     waiting: the wait that blocks now, or None; last: the last collective begun;
-    begun:   how many collectives have begun, by text and by ranks and attempt;
-    attempt: at the running step;
-    loop:    the thread of the training loop;
-    owes:    a wait of this thread, and the waits of other ranks for what it has not begun, as rank and begin;
+    loop:    the thread of the training loop; forwards: its forwards that built a graph and have had no
+             backward, since the last one;
+    owes:    the begin of a wait, and the waits of other ranks for what was not begun then, as rank and begin;
     sent:    bytes that have left this rank for others, in messages of the engine;
     error:   the last exception that left the engine; failing: no call has begun since;
     gave_up: why this rank gave up waiting, "" if it has not; missing: the ranks it waited for;
@@ -98,10 +112,10 @@ class RankStatus:
         self.sent = 0
         self.last: Collective | None = None
         self.waiting: Waiting | None = None
-        self.begun: dict[str, dict[Among, int]] = {}
-        self.attempt = Attempt()
+        self.begun = Begun()
         self.loop = threading.get_ident()
-        self.owes: tuple[Waiting | None, tuple[tuple[int, float], ...]] = (None, ())
+        self.forwards = 0
+        self.owes: tuple[float, tuple[tuple[int, float], ...]] = (0.0, ())
         self.error = ""
         self.failing = False
         self.gave_up = ""
@@ -122,33 +136,22 @@ class RankStatus:
 
     def abandon(self) -> None:
         """The step has ended with an exception, perhaps on this rank alone."""
-        self.attempt = Attempt(self.attempt.number + self.attempt.attends)
-
-    def count(self, begun: Collective) -> int:
-        """Count one more collective with its text among its ranks; returns its turn, 0 without ranks."""
-        turns, among = self.begun.setdefault(begun.text, {}), (begun.ranks, begun.attempt)
-        turns[among] = turns.get(among, 0) + bool(begun.ranks)
-        return turns[among]
+        self.begun.attempt += self.begun.attends
+        self.begun.attends, self.forwards = False, 0
 
     def look(self, waiting: Waiting, view: View) -> None:
         """Note which ranks wait for what this rank has not begun, and will not before its own wait ends."""
-        records = [seen.record for seen in view.others.values()]
-        records = [record for record in records if record.blocked.turn and self._lacks(record)]
-        owed = tuple((record.rank, record.blocked.since) for record in records[:MOST_OWED])
-        self.owes = (waiting, owed if waiting.thread == self.loop else ())
-
-    def _lacks(self, record: Record) -> bool:
-        """Whether that rank waits for a part of this one that has not begun."""
-        turns = {digest(among): turn for among, turn in [*self.begun.get(record.waits, {}).items()]}
-        if turns.get(record.blocked.among, 0) >= record.blocked.turn:
-            return False
-        if record.blocked.needs:
-            return self.rank in record.blocked.needs
-        return any(digest(among) == record.blocked.among for known in [*self.begun.values()] for among in [*known])
+        lacking = [seen.record for seen in view.others.values() if self.begun.lacks(seen.record, self.rank)]
+        owed = tuple((record.rank, record.blocked.since) for record in lacking[:MOST_OWED])
+        self.owes = (waiting.since, owed)
 
     def record(self, beat: int, fault: int) -> Record:
         """The record for other ranks."""
         waiting, last, owes = self.waiting, self.last, self.owes
+        blocked = None
+        if waiting is not None and waiting.thread == self.loop and (of := waiting.collective).turn:
+            owed = owes[1] if owes[0] == waiting.since else ()
+            blocked = Blocked(waiting.since, digest((of.ranks, of.attempt)), of.turn, of.needs, owed)
         return Record(
             rank=self.rank,
             beat=beat,
@@ -164,15 +167,9 @@ class RankStatus:
             missing=self.missing,
             gave_up=bool(self.gave_up),
             progress=self.progress,
-            forwards=self.attempt.forwards,
-            blocked=_blocked(waiting) if waiting is not None and waiting.thread == self.loop else NOT_BLOCKED,
-            owes=owes[1] if owes[0] is waiting else (),
+            forwards=self.forwards,
+            blocked=blocked,
         )
-
-
-def _blocked(waiting: Waiting) -> Blocked:
-    what = waiting.collective
-    return Blocked(waiting.since, digest((what.ranks, what.attempt)), what.turn, what.needs)
 
 
 @functools.lru_cache

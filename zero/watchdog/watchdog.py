@@ -103,9 +103,10 @@ class Watchdog:
         with self._counting:  # an update beside the training loop sends, too
             status.number += 1
             status.sent += sent
-            status.attempt.attends |= attends
-            begun = Collective(direction, unit, status.number, sent, ranks, 0, needs, status.attempt.number * attends)
-            status.last = collective = begun._replace(turn=status.count(begun))
+            begun = status.begun
+            begun.attends |= attends
+            fresh = Collective(direction, unit, status.number, sent, ranks, 0, needs, begun.attempt * attends)
+            status.last = collective = fresh._replace(turn=begun.count(fresh))
         if self.order is not None:
             self.order.append(collective.text)
         self.events.began(collective.number)
@@ -162,7 +163,7 @@ class Watchdog:
             if phase is Phase.STEP:
                 status.steps += 1
                 # All ranks have come to this step: what one of them raised before does not part them.
-                status.attempt.attends, status.error = False, ""
+                status.begun.attends, status.error = False, status.error if status.failing else ""
         except BaseException as error:
             status.fail(error)
             self._tell()
