@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from models import WIDE, batch, config, make_net, step
 from oracle import Training
+from ranks import listening
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -125,6 +126,21 @@ def test_all_stages_train_alike():
     """Each kind at stage 0 and at another one."""
     for number, name in enumerate(kinds()):
         assert all(map(torch.equal, trained(0, name), trained(1 + number % 3, name))), name
+
+
+def test_the_first_line_counts_what_the_first_step_makes_or_says_that_it_comes_on_top():
+    for name, optimizer in (kinds() | {"plain SGD": lambda params: torch.optim.SGD(params, lr=0.1)}).items():
+        net = make_net(width=8 * WIDE)
+        given = without_optimizer(zero_allow_untested_optimizer=True)
+        with listening(logging.INFO) as lines:
+            engine = zero.initialize(model=net, optimizer=optimizer(net.parameters()), config=given)[0]
+        before = engine.state_nbytes()
+        step(engine, 0)
+        ours, more = name in ("Signs", "Derived"), engine.state_nbytes().optimizer - before.optimizer
+        assert (more > 0) if ours else (more == 0), name
+        (first,) = (line for line in lines if line.startswith("stage 0"))
+        assert f" {before.total / 2**20:.1f} MiB of model state per rank at rest" in first
+        assert ("at rest, and on top what the optimizer makes in its first step, " in first) is ours
 
 
 @pytest.mark.parametrize("name", MATRICES)

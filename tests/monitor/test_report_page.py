@@ -106,6 +106,20 @@ def test_a_line_of_zeros_is_left_out(tmp_path: Path) -> None:
     assert "Norm of the gradient" in sections, "there a zero says something"
 
 
+def test_beside_all_memory_the_state_has_an_axis_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("bokeh")
+    sections = _curves(read(run_folders.write(tmp_path, range(1, 41))))
+    chart = next(section.chart for section in sections if section.title == "Memory by kind")
+    spans = [chart.y_range, *chart.extra_y_ranges.values()]
+    assert [[float(max(each.data_source.data["y"])) // 10 for each in span.renderers] for span in spans] == [
+        [2, 2, 2, 2, 4, 4],
+        [44, 44],
+    ], "each range is that of its lines and markers only: 21, 21 and 43 MiB of state, some 440 in all"
+    assert [span.start for span in spans] == [0, 0]
+    assert [axis.axis_label for axis in chart.yaxis] == ["MiB of state on rank 0", "MiB in all"]
+    assert [item.label.value for item in chart.legend[0].items][-1] == "memory (right axis)"
+
+
 def test_thinning_keeps_every_spike_and_says_so() -> None:
     pytest.importorskip("bokeh")
     import numpy as np

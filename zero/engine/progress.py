@@ -132,7 +132,10 @@ class Progress:
         self._reported = _Reported(time.perf_counter())
 
     def state_nbytes(self) -> StateBytes:
-        """Bytes of model state alive on this rank's device now: parameters, gradients, optimizer (masters included)."""
+        """Bytes of model state alive on this rank's device now: parameters, gradients, optimizer (masters included).
+
+        Before the first step the optimizer counts with what that step makes, but for a class that is not torch's.
+        """
         nbytes = self._sharded.nbytes()
         return nbytes._replace(optimizer=nbytes.optimizer + (self._optimizer.nbytes() if self._optimizer else 0))
 
@@ -148,13 +151,16 @@ class Progress:
         compiled = isa() if device.type == "cpu" else "CUDA" if cuda.kernels(device) else "torch"
         kept = f", masters as {formats.master}" if dtype != "fp32" else ""
         kept += f", moments in {formats.moments}" if formats.moments != "fp32" else ""
+        rest = f"{self.state_nbytes().total / MIB:.1f} MiB of model state per rank at rest"
+        if self._optimizer is not None and not self._optimizer.shard_optimizer.sized:
+            rest += ", and on top what the optimizer makes in its first step"
         ranks = counted(sharded.world.size, "rank")
         ranks += "".join(dict.fromkeys(_shared(unit.mesh) for unit in sharded.units))
         rank_zero(
             logging.INFO,
             f"stage {config.zero_optimization.stage} on {ranks}, {device.type}: "
             f"{_numbers(sharded.units)}, {counted(len(sharded.units), 'unit')}, "
-            f"{self.state_nbytes().total / MIB:.1f} MiB of model state per rank at rest, {compiled} kernels{kept}",
+            f"{rest}, {compiled} kernels{kept}",
         )
         if self._optimizer is not None and self._optimizer.host_threads:
             rank_zero(

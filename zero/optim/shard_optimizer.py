@@ -34,6 +34,7 @@ class ShardOptimizer(Protocol):
     factor_on_device: bool  # `update` on a GPU reads its factor there, and changes nothing if that is NaN
     marks_changes: bool = False  # `update` marks changed elements in `unit.shard.changes`; else its caller compares
     foreseen: bool  # size and layout of the state are known before the first step, as files require
+    sized: bool = True  # `nbytes` counts the state before the first step, too
 
     def check(self, group: Group) -> None:
         """Raise ValueError for hyperparameters that no step can use, if that is known before; by default never."""

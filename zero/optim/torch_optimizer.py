@@ -27,6 +27,7 @@ class TorchShardOptimizer(ShardOptimizer):
 
     def __init__(self, kind: type[torch.optim.Optimizer], params: dict[str, Any]) -> None:
         self._kind = kind
+        self.sized = kind.__module__.split(".")[0] == "torch"
         # Constructed once on a temporary parameter, so that a bad argument fails here.
         self.defaults = dict(kind([nn.Parameter(torch.zeros(1))], **params).defaults)
         self.formats = Formats()  # assumes as many states as Adam: the true number is known only after the first step
@@ -42,8 +43,12 @@ class TorchShardOptimizer(ShardOptimizer):
         unit.shard.master.publish()
 
     def nbytes(self, unit: Unit, group: Group) -> int:
-        """See `ShardOptimizer.nbytes`."""
-        return sum(tensor.nbytes for _, _, tensor in self.tensors(unit))
+        """See `ShardOptimizer.nbytes`; of a class of torch's, before the first step, what the step will allocate."""
+        if unit.index in self._inner or not self.sized:
+            return sum(tensor.nbytes for _, _, tensor in self.tensors(unit))
+        made, numel = self._trial(unit.shard.placement.update_device, group), unit.shard.master.tensor.numel()
+        tensors = [value for value in made.values() if isinstance(value, torch.Tensor)]
+        return sum(each.nbytes // 3 * numel if each.shape == (3,) else each.nbytes for each in tensors)
 
     def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
         """See `ShardOptimizer.tensors`."""
@@ -61,7 +66,7 @@ class TorchShardOptimizer(ShardOptimizer):
 
     def _trial(self, device: torch.device, group: Group) -> dict[str, Any]:
         """The state of the class after a step on three temporary elements."""
-        leaf = nn.Parameter(torch.zeros(3, device=device))
+        leaf = nn.Parameter(torch.zeros(3, dtype=torch.float32, device=device))
         leaf.grad = torch.zeros_like(leaf)
         trial = self._kind([leaf], **self._params)
         trial.param_groups[0].update(_hyperparameters(group))
@@ -153,7 +158,7 @@ class TorchShardOptimizer(ShardOptimizer):
     def _begun(self, leaf: nn.Parameter, inner: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Make `inner` create its initial state; None for a class that is not torch's."""
         begin = getattr(inner, "_init_group", None)
-        if begin is None or self._kind.__module__.split(".")[0] != "torch":
+        if begin is None or not self.sized:
             return None
         leaf.grad = torch.zeros_like(leaf)
         # All arguments but the group are lists that the class fills; only the state that it creates matters.

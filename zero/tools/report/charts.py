@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bokeh.embed import components
-from bokeh.models import BasicTickFormatter, DataRange1d, FixedTicker, HoverTool, Legend
+from bokeh.models import BasicTickFormatter, DataRange1d, FixedTicker, HoverTool, Legend, LinearAxis
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
@@ -27,11 +27,15 @@ _MEDIANS = 100  # points of the line through a noisy one
 
 
 class Curve(NamedTuple):
-    """Values (y) at steps (x); NaN is a gap."""
+    """Values (y) at steps (x); NaN is a gap. axis: "default", at the left, or what one at the right says.
+
+    A chart has lines at the left in any case.
+    """
 
     name: str
     x: np.ndarray
     y: np.ndarray
+    axis: str = "default"
 
 
 class Bar(NamedTuple):
@@ -50,8 +54,14 @@ class Bar(NamedTuple):
 
 def line_chart(lines: Sequence[Curve], what: str, most: int = POINTS) -> Any:
     """Lines over steps, each of at most so many points; through a long line that is alone goes its running median."""
-    around = float(max(np.nanmax(np.abs(line.y)) for line in lines)) or 1.0  # of values that are all the same
-    ranges = {"x_range": DataRange1d(range_padding=0.02), "y_range": DataRange1d(default_span=around)}
+    spans, right = {}, {}
+    for axis in dict.fromkeys(["default", *(line.axis for line in lines)]):
+        around = float(max(np.nanmax(np.abs(line.y)) for line in lines if line.axis == axis)) or 1.0
+        spans[axis] = DataRange1d(default_span=around)  # of values that are all the same
+        if axis != "default":  # both from zero, so that they compare; this one lower, so that no two highest meet
+            spans["default"].start, right[axis] = 0, spans[axis]
+            spans[axis].update(start=0, end=1.3 * around)
+    ranges = {"x_range": DataRange1d(range_padding=0.02), "y_range": spans["default"], "extra_y_ranges": right}
     chart = _figure(height=310, x_axis_label="step", y_axis_label=what, **ranges)
     items: list[tuple[str, list[Any]]] = []
 
@@ -62,7 +72,8 @@ def line_chart(lines: Sequence[Curve], what: str, most: int = POINTS) -> Any:
     for index, line in enumerate(lines):
         x, y = thinned(line.x, line.y, most)
         noisy = len(lines) == 1 and len(line.x) >= 20 * _MEDIANS
-        draw(line.name if len(lines) > 1 or not noisy else "each step", x, y, index, line_alpha=0.4 if noisy else 1.0)
+        name = "each step" if noisy else line.name if line.axis == "default" else f"{line.name} (right axis)"
+        draw(name, x, y, index, line_alpha=0.4 if noisy else 1.0, y_range_name=line.axis)
         if noisy:
             width = len(line.x) // _MEDIANS
             x, y = (each[: width * _MEDIANS].reshape(_MEDIANS, width) for each in (line.x, line.y))
@@ -70,7 +81,9 @@ def line_chart(lines: Sequence[Curve], what: str, most: int = POINTS) -> Any:
         elif len(lines) > 1 or len(x) <= _MARKED:
             at = np.unique(np.linspace(index / len(lines) / _MARKED * len(x), len(x) - 1, _MARKED).astype(int))
             look = {"marker": _MARKERS[index % 8], "size": 8, "fill_color": "white", "color": _COLOURS[index % 8]}
-            items[-1][1].append(chart.scatter(x[at], y[at], **look))
+            items[-1][1].append(chart.scatter(x[at], y[at], y_range_name=line.axis, **look))
+    for axis, span in spans.items():
+        span.renderers = [each for each in chart.renderers if each.y_range_name == axis]
     if len(items) > 1:
         _below(chart, items)
     return chart
@@ -132,6 +145,8 @@ def _figure(**given: Any) -> Any:
         **given,
     )
     chart.toolbar.logo = None
+    for name in given.get("extra_y_ranges", ()):
+        chart.add_layout(LinearAxis(y_range_name=name, axis_label=name), "right")
     for axis in chart.axis:
         axis.axis_label_text_font_style = "normal"
         axis.axis_label_text_color = axis.major_label_text_color = "#222222"

@@ -151,6 +151,7 @@ def _curves(run: WrittenRun) -> list[PagePart]:
 
 
 _MEMORY, _PHASES, _SENT = _AMOUNTS = ("Memory by kind", "Time of a step by phase", "Bytes sent in a step")
+_WHOLE = {"memory", "GPU memory"}  # of the process or of the GPU, whatever uses it
 
 
 def _named(steps: Sequence[Event], field: str, scale: float) -> dict[str, Callable[[Event], float]]:
@@ -182,6 +183,9 @@ def _drawn(
         rows = [[f"{step['step']:,}", *(_number(_value(series[name], step)) for name in names)] for step in some]
         tables = [Table(f"{title}: some steps ({what})", ("step", *names), rows, folded=True)]
         if title == _MEMORY:
+            if {*names} - _WHOLE:  # beside all that is there the state were flat lines at the bottom
+                what = "MiB of state on rank 0"
+                lines = [line._replace(axis="MiB in all") if line.name in _WHOLE else line for line in lines]
             tables.insert(0, _memory(run))
         sections.append(PagePart(title, words, line_chart(lines, what, most), tables))
     return sections
