@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 47217,
+    "tests": 47311,
     "zero/*.py": 1109,
     "zero/as_deepspeed": 1455,
     "zero/checkpoint": 3158,
@@ -23,23 +23,23 @@ LIMITS = {
     "zero/config": 2243,
     "zero/core": 7230,
     "zero/data": 1075,
-    "zero/engine": 6966,
+    "zero/engine": 6969,
     "zero/examples": 99,
     "zero/kernels": 2017,
     "zero/launch": 4273,
     "zero/memory": 1525,
     "zero/monitor": 1188,
-    "zero/optim": 2732,
+    "zero/optim": 2738,
     "zero/parallel": 1662,
     "zero/plan": 1720,
     "zero/recompute": 1250,
     "zero/sizes": 1711,
     "zero/tiled": 599,
-    "zero/tools": 4879,
+    "zero/tools": 4898,
     "zero/utils": 428,
     "zero/watchdog": 1552,
 }
-SUM = 102288
+SUM = 102410
 
 
 def parts() -> dict[str, int]:
@@ -76,14 +76,14 @@ def test_no_part_has_more_lines_than_its_limit_or_far_fewer() -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ({"a": 100, "tests": 47217}, ""),
-        ({"a": 50, "tests": 47217}, ""),
-        ({"a": 101, "tests": 47217}, "a: 101 lines, more than its limit of 100"),
-        ({"a": 49, "tests": 47217}, "a: 49 lines, more than 50 below its limit of 100: lower the limit"),
-        ({"a": 100, "tests": 47217}, "tests: 101 lines, more than its limit of 100"),
-        ({"a": 100, "b": 1, "tests": 47217}, "b: no limit in LIMITS for its 1 lines"),
-        ({"tests": 47217}, "a: 0 lines, more than 50 below its limit of 100: lower the limit"),
+        ({"a": 100, "tests": 10}, ""),
+        ({"a": 50, "tests": 100}, ""),
+        ({"a": 101, "tests": 1}, "a: 101 lines, more than its limit of 100"),
+        ({"a": 49, "tests": 1}, "a: 49 lines, more than 50 below its limit of 100: lower the limit"),
+        ({"a": 100, "tests": 101}, "tests: 101 lines, more than its limit of 100"),
+        ({"a": 100, "b": 1, "tests": 1}, "b: no limit in LIMITS for its 1 lines"),
+        ({"tests": 1}, "a: 0 lines, more than 50 below its limit of 100: lower the limit"),
     ],
 )
 def test_offences_are_seen(found: dict[str, int], said: str) -> None:
-    assert offences(found, {"a": 100, "tests": 47217}) == ([said] if said else [])
+    assert offences(found, {"a": 100, "tests": 100}) == ([said] if said else [])

@@ -56,8 +56,10 @@ def test_two_ranks_and_their_environment(zero, script):
         assert rank[:5] == [str(number), "2", str(number), "2", "127.0.0.1"]
         assert rank[6] == str(max(1, cores // 2))
         assert rank[7:] == ["--lr", "1", "a b", "--num_gpus", "9", "x$$y ${local_rank}"]
-    # Two lines of ours, and nothing of torch's.
+    # Lines of ours, and nothing of torch's.
     assert ended.stderr.splitlines() == [
+        "zero run: --num_gpus behind the script: given to it, which does not name it; options of zero run go before "
+        "the script",
         f"zero run: OMP_NUM_THREADS={max(1, cores // 2)} for each rank ({cores} cores, 2 ranks)",
         "zero run: warning: 2 ranks ran, and none called zero.initialize(): nothing was shared out by zero",
     ]

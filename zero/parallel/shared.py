@@ -80,6 +80,7 @@ class SharedSequences:
         if (graph := torch.is_grad_enabled()) in self._to_compare and begins():
             self._compare(named)
             self._to_compare -= {graph, False}
+        self._checked = True  # only now, so that a rank that begins anew meets no other in the middle
         return self._forward(model, named)
 
     @property
@@ -228,7 +229,6 @@ class SharedSequences:
             mine = crc32(each.detach().cpu().contiguous(), mine)
         told = torch.tensor([mine, *named[_first(named)].shape[:2]], device=tensors[0].device)
         found = comm.gather_scalars(told, self._axis, "comparison of batches").tolist()
-        self._checked = True
         if other := [rank for rank, each in zip(self._axis.ranks, found, strict=True) if each != found[0]]:
             raise RuntimeError(
                 f"sequence_parallel_size: ranks {', '.join(map(str, self._axis.ranks))} share one sequence, and "

@@ -114,7 +114,7 @@ def tile_loss(model: nn.Module) -> nn.Module:
     head, loss = (owners[0].get_output_embeddings(), owners[0].loss_function) if owners else (model, None)
     if type(head).forward is not nn.Linear.forward or getattr(loss, "__name__", "") != "ForCausalLMLoss":
         raise ValueError(f"tile_loss: got a head {type(head).__name__} and {loss}; wanted Linear and ForCausalLMLoss")
-    owners[0].loss_function = functools.partial(_loss_of, loss)
+    owners[0].loss_function = functools.update_wrapper(functools.partial(_loss_of, loss), loss)
     forward = functools.partial(_without_logits, owners[0], owners[0].forward)
     owners[0].forward = functools.update_wrapper(forward, owners[0].forward, updated=())
     return model
