@@ -68,9 +68,10 @@ def words(options: dict[str, Any]) -> list[str]:
     return line
 
 
-def logged(folder: Path) -> list[dict[str, Any]]:
+def logged(folder: Path, where: str = f"checkpoint-{STEPS}") -> list[dict[str, Any]]:
     """By step all that a run of Trainer has logged, but for times."""
-    history = json.loads((folder / f"checkpoint-{STEPS}/trainer_state.json").read_text())["log_history"]
+    (state,) = folder.glob(f"{where}/trainer_state.json")
+    history = json.loads(state.read_text())["log_history"]
     return [without(entry, TIMES) for entry in history]
 
 

@@ -50,6 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_WORDS, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
     ),
     "bert-base-cased": ("BertForSequenceClassification", {**_SIZES, **_WORDS}),
+    "distilbert/distilroberta-base": (
+        "RobertaForSequenceClassification",
+        {**_SIZES, **_WORDS, "type_vocab_size": 2, "num_labels": 1},
+    ),
     "patrickvonplaten/t5-tiny-random": (
         "T5ForConditionalGeneration",
         {
@@ -79,7 +83,7 @@ def make(home: Path, names: Collection[str] = MODELS.keys()) -> None:
         made = getattr(transformers, kind)
         model = made(made.config_class(**sizes))
         tokenizer = _tokenizer(folder, sizes["vocab_size"]) if "vocab_size" in sizes else None
-        if kind.endswith("Classification"):
+        if kind == "BertForSequenceClassification":
             _begin(model, tokenizer, pairs["train"])
         if tokenizer:
             tokenizer.save_pretrained(folder)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import re
-import string
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,10 +21,19 @@ from huggingface_cases import (
     TIMES,
     TRL,
     logged,
-    make_model,
     without,
     words,
-    write_rows,
+)
+from program_data import (
+    BERT,
+    DISTILBERT,
+    write_chats,
+    write_letters,
+    write_scores,
+    write_sums,
+    write_text,
+    write_trl,
+    write_wikitext,
 )
 from safetensors.torch import load_file
 
@@ -49,6 +56,7 @@ class Program:
     words: list[str]
     make: Callable[[Path], None]
     load: Callable[[Path], Weights] | None
+    # Empty where it saves checkpoints, but has no way to begin from one.
     resume: list[str] = field(default_factory=lambda: ["--resume_from_checkpoint", f"{{first}}/checkpoint-{KEPT}"])
     checkpoint: str | None = "checkpoint-{step}/global_step{step}"
     log: Callable[[Path], Log] = logged
@@ -61,77 +69,7 @@ class Program:
     in_place: bool = False
     packages: int = 0  # how many folders above its own are the packages that it imports
     dtype: str = "fp32"  # of what it computes with, and saves
-    variables: dict[str, str] = field(default_factory=dict)  # of the environment; {config} in them is as in words
-
-
-def write_text(data: Path) -> None:
-    """A tiny language model and 4 KiB of sums."""
-    make_model(data / "model")
-    (data / "text.txt").write_text("\n".join(f"{a}+{b}={a + b}" for a in range(24) for b in range(24)))
-
-
-def write_trl(name: str, data: Path) -> None:
-    """A tiny language model and what a script of TRL trains on."""
-    make_model(data / "model")
-    write_rows(data / "rows", name)
-
-
-def write_chats(data: Path) -> None:
-    """Sums with a right and a wrong answer, by the name of a set that the program knows, and a bf16 model of bytes.
-
-    Its blocks have more parameters than stay gathered with the JSON in the program's code.
-    """
-    import transformers
-    from datasets import Dataset, DatasetDict
-
-    make_model(data / "model")
-    tokenizer = transformers.ByT5Tokenizer()  # of those that have a `save_vocabulary` to be called
-    tokenizer.save_pretrained(data / "model")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": len(tokenizer)}
-    config = transformers.AutoConfig.from_pretrained(data / "model", **sizes)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(data / "model")
-    config.save_pretrained(data / "critic")
-    critic = {f"rwtransformer.{name}": value for name, value in model.model.state_dict().items()}
-    torch.save({**critic, "v_head.weight": model.lm_head.weight[:1].clone()}, data / "critic" / "pytorch_model.bin")
-    rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b}0"} for a in range(8) for b in range(8)]
-    sets = {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[::8])}
-    DatasetDict(sets).save_to_disk(data / "Dahoas" / "rm-static")
-
-
-def write_letters(data: Path) -> None:
-    """A cache of the hub with a tiny Bert, a text of letters, and pairs, labelled by the half of the alphabet."""
-    import hub  # Transformers and datasets take seconds to import
-
-    hub.make(data / "hub", [_BERT])
-    draw = random.Random(0)
-    halves = [string.ascii_lowercase[13 * (number % 2) :][:13] for number in range(256)]
-    rows = [[" ".join(draw.choices(half, k=6)) for _ in range(2)] for half in halves]
-    pairs = [
-        {"sentence1": first, "sentence2": second, "label": number % 2} for number, (first, second) in enumerate(rows)
-    ]
-    (data / "text.txt").write_text("\n".join(map(" ".join, rows)))
-    (data / "pairs.json").write_text("\n".join(map(json.dumps, pairs)))
-
-
-def write_sums(data: Path) -> None:
-    """A tiny language model and questions with their answers."""
-    make_model(data / "model")
-    sums = [{"input": f"{a}+{b}=", "output": str(a + b)} for a in range(8) for b in range(8)]
-    (data / "rows.jsonl").write_text("\n".join(map(json.dumps, sums)))
-
-
-def write_wikitext(data: Path) -> None:
-    """A tokenizer of letters, and one line many times over: the program begins its data anew when it resumes."""
-    import hub
-    import transformers
-
-    vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *string.ascii_lowercase]
-    numbers = {word: number for number, word in enumerate(vocabulary)}
-    transformers.RobertaTokenizer(vocab=numbers, merges=[]).save_pretrained(data / "tokenizer")
-    rows = [{"text": string.ascii_lowercase[:8]} for _ in range(64)]
-    hub.save({"train": rows}, data / "hub" / "datasets", "wikitext", "wikitext-2-v1")
+    accelerate: bool = False  # True: started as by `accelerate launch --use_deepspeed`, which gives no --local_rank
 
 
 def printed(folder: Path) -> Log:
@@ -142,10 +80,10 @@ def printed(folder: Path) -> Log:
     return [{name.lower(): float(value)} for name, value in found]
 
 
-def last_accuracy(folder: Path) -> Log:
-    """What Accelerate's examples print of their last epoch; a resumed run prints no other."""
-    found = re.findall(r"epoch \d+: \{'accuracy': ([\d.]+)", folder.with_name(f"{folder.name}.log").read_text())
-    return [{"accuracy": float(each)} for each in found[-1:]]
+def of_epochs(folder: Path) -> Log:
+    """What Accelerate's examples print at the ends of epochs, accuracies or losses."""
+    text = folder.with_name(f"{folder.name}.log").read_text()
+    return [{name: float(value)} for name, value in re.findall(r"epoch \d+: .*?(accuracy|loss)'?: ([\d.]+)", text)]
 
 
 def into_bert(folder: Path) -> Weights:
@@ -154,7 +92,7 @@ def into_bert(folder: Path) -> Weights:
 
     (script,) = folder.glob("epoch_2/zero_to_fp32.py")
     subprocess.run([sys.executable, script, script.parent, folder / "fp32.safetensors"], check=True)
-    cached = folder.parent / "data/hub/hub" / f"models--{_BERT}"
+    cached = folder.parent / "data/hub/hub" / f"models--{BERT}"
     model = transformers.AutoModelForSequenceClassification.from_pretrained(next(cached.glob("snapshots/*")))
     model.load_state_dict(load_file(folder / "fp32.safetensors"))
     return model.state_dict()
@@ -200,6 +138,15 @@ def from_pretrained(kind: str, folder: Path) -> Weights:
     return model.state_dict()
 
 
+def by_sentence_transformers(kind: str, folder: Path) -> Weights:
+    """The weights of what a program of that library has saved at its end."""
+    import sentence_transformers
+
+    # Its name has the time, so ranks may have two; the weights are in that of rank 0.
+    (saved,) = folder.glob("output/*/final/model.safetensors")
+    return getattr(sentence_transformers, kind)(str(saved.parent)).state_dict()
+
+
 def by_its_script(folder: Path) -> Weights:
     """What the script beside a checkpoint writes; ValueError where Transformers' encoder does not take its part."""
     import transformers
@@ -212,7 +159,6 @@ def by_its_script(folder: Path) -> Weights:
     return {**weights, **{f"encoder.{name}": value for name, value in model.state_dict().items()}}
 
 
-_BERT = "bert-base-cased"
 _EXAMPLES = "transformers/examples/pytorch"
 _CAUSAL = partial(from_pretrained, "AutoModelForCausalLM")
 _MODEL = {"model_name_or_path": "{data}/model", "output_dir": "{out}", "deepspeed": "{config}"}
@@ -220,7 +166,7 @@ _TRAINER = {
     **{key: value for key, value in TRL.items() if key not in ("dtype", "bf16", "gradient_checkpointing")},
     "do_train": "True",
 }
-_EVALUATED = {**_MODEL, "model_name_or_path": _BERT, **_TRAINER, "do_eval": "True", "max_eval_samples": 16}
+_EVALUATED = {**_MODEL, "model_name_or_path": BERT, **_TRAINER, "do_eval": "True", "max_eval_samples": 16}
 _ROBERTA = {  # the sizes that train_bert_ds.py has in its code, and those of _HELLO
     "vocab_size": 50265,
     "max_position_embeddings": 514,
@@ -313,11 +259,24 @@ def of_torch(folder: Path) -> Weights:
     return torch.load(folder / "pytorch_model.bin", weights_only=True)
 
 
-_ACCELERATE = {  # what `accelerate launch --use_deepspeed` says to its script
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{config}",
-    "ACCELERATE_MIXED_PRECISION": "no",
-}
+def accelerated(
+    name: str, options: dict[str, Any], load: Callable[[Path], Weights] | None = None, saved: str = "", **more: Any
+) -> Program:
+    """One of Accelerate's examples: most save nothing; with `saved`, it is resumed from epoch_`saved`."""
+    checkpoint = "epoch_{step}/pytorch_model" if saved else None
+    more = {"make": write_letters, "checkpoint": checkpoint, "stages": (2, 3), **more}
+    return Program(
+        f"accelerate/examples/{name}",
+        words(options),
+        load=load,
+        resume=words({"resume_from_checkpoint": f"{{first}}/epoch_{saved}"}),
+        log=of_epochs,
+        exact=False,
+        accelerate=True,
+        **more,
+    )
+
+
 PROGRAMS = {
     "run_clm.py": Program(
         f"{_EXAMPLES}/language-modeling/run_clm.py",
@@ -358,29 +317,66 @@ PROGRAMS = {
         _CAUSAL,
         log=logged_by_trl,
     ),
-    "nlp_example.py": Program(
-        "accelerate/examples/nlp_example.py",
-        [],
-        write_letters,
-        None,
-        checkpoint=None,
-        log=last_accuracy,
-        stages=(2, 3),
-        variables=_ACCELERATE,
-    ),
-    "complete_nlp_example.py": Program(
-        "accelerate/examples/complete_nlp_example.py",
-        words({"checkpointing_steps": "epoch", "output_dir": "{out}"}),
-        write_letters,
-        into_bert,
-        resume=words({"resume_from_checkpoint": "{first}/epoch_1"}),
-        checkpoint="epoch_{step}/pytorch_model",
-        log=last_accuracy,
-        exact=False,
-        stages=(2, 3),
-        steps=(1, 2),
-        variables=_ACCELERATE,
-    ),
+    "nlp_example.py": accelerated("nlp_example.py", {}),
+    **{
+        f"{name}.py": accelerated(f"by_feature/{name}.py", {})
+        for name in (
+            "automatic_gradient_accumulation",
+            "cross_validation",
+            "ddp_comm_hook",
+            "memory",
+            "multi_process_metrics",
+            "profiler",
+        )
+    },
+    "gradient_accumulation.py": accelerated("by_feature/gradient_accumulation.py", {"gradient_accumulation_steps": 2}),
+    **{
+        Path(name).name: accelerated(
+            name, {"checkpointing_steps": "epoch", "output_dir": "{out}"}, into_bert, "1", steps=(1, 2)
+        )
+        for name in ("complete_nlp_example.py", "by_feature/checkpointing.py")
+    },
+    **{
+        name: accelerated(
+            "by_feature/deepspeed_with_config_support.py",
+            {
+                "train_file": "{data}/text.txt",
+                "model_name_or_path": "{data}/model",
+                "output_dir": "{out}",
+                "block_size": 32,
+                "per_device_train_batch_size": 16,
+                "learning_rate": 1e-2,
+                "num_train_epochs": 2,
+                "seed": 1,
+                "checkpointing_steps": "epoch",
+            },
+            _CAUSAL,
+            "0",
+            make=write_text,
+            stages=(stage,),  # at 3 Transformers draws as in DeepSpeed-Chat-2-cut, and the order of data is another
+            steps=(0, 1),
+        )
+        for name, stage in (("deepspeed_with_config_support.py", 2), ("deepspeed_with_config_support-cut", 3))
+    },
+    **{
+        name: Program(
+            f"sentence-transformers/examples/{folder}/training/sts/training_stsbenchmark.py",
+            given,
+            partial(write_scores, pairs),
+            partial(by_sentence_transformers, kind),
+            resume=[],
+            checkpoint="output/*/checkpoint-{step}/global_step{step}",
+            log=partial(logged, where=f"output/*/checkpoint-{steps[1]}"),
+            stages=(2, 3),
+            steps=steps,
+            dtype=dtype,
+            accelerate=True,
+        )
+        for name, folder, kind, given, pairs, steps, dtype in (
+            ("sts", "sentence_transformer", "SentenceTransformer", [DISTILBERT], 1600, (100, 200), "fp16"),
+            ("sts-cross", "cross_encoder", "CrossEncoder", [], 3200, (80, 100), "bf16"),
+        )
+    },
     "cifar10_deepspeed.py": Program(
         "DeepSpeedExamples/training/cifar/cifar10_deepspeed.py",
         words({"epochs": 4, "log-interval": 1, "dtype": "fp32", "stage": "{stage}"}),

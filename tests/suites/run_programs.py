@@ -3,7 +3,7 @@
 FOLDER has their source trees, or some of them; they are no part of this repository. TRL's scripts are those of the
 installed library. Each program runs on two CPU ranks, at each of its stages once through and once more from a
 checkpoint in the middle. The exit status is 1 if a cell of the table is "no"; lines below the table say why. "-" stands
-where there is nothing to ask: a program that saves nothing, or has one stage.
+where there is nothing to ask: a program that saves nothing, begins from no checkpoint, or has one stage.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ from programs import PROGRAMS, Log, Program, Weights  # noqa: E402
 from zero.checkpoint.model_files import consolidate  # noqa: E402
 
 PATIENCE = 300  # seconds for one run
+ACCELERATE = {  # what `accelerate launch --use_deepspeed` says to its script
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{config}",
+    "ACCELERATE_MIXED_PRECISION": "no",
+}
 COLUMNS = ("trained", "saved", "same bits", "resumed", "loaded")
 
 
@@ -68,14 +73,14 @@ def run(program: Program, script: Path, out: Path, log: Path, **places: Any) -> 
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "",  # else each run compiles all its libraries anew
-        **{name: value.format(**places) for name, value in program.variables.items()},
+        **({name: value.format(**places) for name, value in ACCELERATE.items()} if program.accelerate else {}),
     }
     given = [*program.words, *(program.resume if "first" in places else [])]
     out.mkdir(parents=True)
     if program.in_place and "first" in places:
         places["again"] = copied(program, places["first"], out)
-    line = ["-m", "zero", "run", "--as-deepspeed", "--num_gpus", "2", str(script)]
-    line += [word.format(out=out, **places) for word in given]
+    line = ["-m", "zero", "run", "--as-deepspeed", "--num_gpus", "2", *["--no_local_rank"] * program.accelerate]
+    line += [str(script), *(word.format(out=out, **places) for word in given)]
     with open(log, "w") as printed:
         process = subprocess.Popen(
             [sys.executable, *line],
@@ -154,6 +159,7 @@ def judge(
         why["same bits"] = bad or difference(once, first)
     if program.checkpoint is not None:
         why["saved"] = "" if once.saved == program.steps else f"checkpoints of the steps {once.saved}"
+    if program.checkpoint is not None and program.resume:
         again = resumed or Outcome("not resumed")
         wanted, steps = expected or once, program.steps[1:]
         if program.in_place:
@@ -190,7 +196,7 @@ def at_stages(name: str, program: Program, script: Path, out: Path) -> dict[str,
         if program.checkpoint is None and isinstance(loaded, dict):
             once = replace(once, weights=loaded)  # no checkpoint has them
         first = first or once
-        if once.saved:
+        if once.saved and program.resume:
             again = out / f"{stage}-resumed"
             resumed = run(program, script, again, out / f"{stage}-resumed.log", first=folder, **places)
         first_again = first_again or resumed

@@ -47,6 +47,11 @@ def test_only_what_is_right_is_yes(changed: dict[str, Any], columns: list[str]) 
     assert run_programs.lines({"script.py stage 3": row})[1].split().count("no") == len(columns)
 
 
+def test_what_never_resumes_is_not_asked_to() -> None:
+    row = run_programs.judge(dataclasses.replace(PROGRAM, resume=[]), GOOD, GOOD, None, GOOD, WEIGHTS)
+    assert (row["saved"], row["resumed"]) == ("", None)
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/huggingface_tried.md"])
 def test_the_tables_of_programs_have_each_with_its_stages(page: str) -> None:
     row = r"^\| ([^|]*`[\w.-]+`[^|]*) \|(?: [^|]+ \|)?? ([0-3, ]+) \|"  # the README says in between where it is from
