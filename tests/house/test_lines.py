@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 47311,
+    "tests": 47500,
     "zero/*.py": 1109,
     "zero/as_deepspeed": 1455,
     "zero/checkpoint": 3158,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1552,
 }
-SUM = 102410
+SUM = 102599
 
 
 def parts() -> dict[str, int]:
