@@ -246,7 +246,7 @@ def parted(silent: bool) -> str:
     engine.begin_step(2 - mine())
     engine.backward(engine(*inputs(0, mine())))
     if silent and not mine():
-        time.sleep(8)
+        time.sleep(4)
         return ""
     return said_by(engine.step)
 
