@@ -6,6 +6,7 @@ is plain torch in one process in fp64: the sum of all losses over the number of 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 
 import zero
+from zero.core.owner import set_cut
+from zero.plan.cut import Box, Cut
 from zero.utils import cut_sequence, safe_get_full_grad
 
 LENGTH, WORDS, WIDTH, MICRO_BATCHES = 32, 17, 16, 2
@@ -78,8 +81,8 @@ def shared(mode: str, stage: int, counted: str, form: str, way: str, more: dict[
         "sequence_parallel_size": dist.get_world_size(),
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero": {"mean": "tokens", "context": {"mode": mode}},
         **more,
+        "zero": {"mean": "tokens", "context": {"mode": mode}, **more.get("zero", {})},
     }
     engine, *_ = zero.initialize(model=Model(), config=config)
     for number in range(MICRO_BATCHES):
@@ -124,10 +127,40 @@ def test_a_loss_outside_of_a_model_that_shares_sequences(
 @pytest.mark.long
 @pytest.mark.parametrize("counted", COUNTED)
 @pytest.mark.parametrize("mode", MODES)
-def test_four_pieces_of_a_sequence(mode: str, counted: str) -> None:
-    model = {"ulysses": 2, "ring": 4}[mode]  # two heads: pairs of ranks share a sequence, and both pairs have the same
-    found = shared(mode, 3, counted, "divided", "backward", {"sequence_parallel_size": model})
+@pytest.mark.parametrize("other", [{}, {"shard_size": 2}, {"reduce": "tree"}], ids=str)
+def test_four_pieces_of_a_sequence(other: dict[str, Any], mode: str, counted: str) -> None:
+    sharing = 2 if mode == "ulysses" or other else 4  # two heads: pairs of ranks, and both pairs have the same
+    found = shared(mode, 3, counted, "divided", "backward", {"sequence_parallel_size": sharing, "zero": other})
     assert error(found, grads_in_one_process(counted, torch.float64)) < 1e-6
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [3, *longer(1)])
+@pytest.mark.parametrize(("counts", "reduction"), [([8, 0], "mean"), *longer(([3, 5], "sum"))], ids=str)
+def test_ranks_that_have_parts_of_a_layer(counts: list[int], reduction: str, stage: int) -> None:
+    """Two have its halves, cut by hand, and the same samples. All numbers are small integers, so no sum is rounded."""
+    torch.manual_seed(0)
+    weight, rows = torch.randint(-3, 4, (8, 6)).float(), torch.randint(-3, 4, (2, 8, 6)).float()
+    data, part = divmod(dist.get_rank(), 2)
+    half = slice(4 * part, 4 * part + 4)
+    model = nn.Linear(6, 4, bias=False)
+    model.weight.data.copy_(weight[half])
+    set_cut(model.weight, Cut((8, 6), (Box((4 * part, 0), (4, 6)),)))
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero": {"mean": "tokens"},
+    }
+    engine, *_ = zero.initialize(model=model, config=config, mesh_param={"dp_shard": 2, "tp": 2})
+    losses = engine(rows[data])[: counts[data]].square().sum(1)
+    engine.backward(getattr(losses, reduction)(), tokens=counts[data], reduction=reduction)
+    found = safe_get_full_grad(model.weight)
+    engine.step()
+    exact = sum(2 * (row[:n] @ weight.T).T @ row[:n] for row, n in zip(rows, counts, strict=True)) / sum(counts)
+    assert torch.equal(found, exact)
+    assert engine.get_global_grad_norm() == math.sqrt(exact.square().sum().item())
+    engine.destroy()
 
 
 @pytest.mark.ranks(2)

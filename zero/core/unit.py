@@ -32,7 +32,7 @@ class Unit(ShardedParams):
 
     mean:      the factor from the sum of its gradients, over the ranks of `mesh` and the micro-batches of a step, to
                their average;
-    optimizer: returns the optimizer that updates it, or None; weak, because parameters outlive engines;
+    optimizer: returns the optimizer that updates it, or None; weak, because parameters outlive engines; engine: so too;
     left_by:   the `ShardedModule` that owned it, if that was dropped without giving the parameters back.
     """
 
@@ -50,6 +50,7 @@ class Unit(ShardedParams):
         self.mean = 1.0
         self.gradients: Gradients | None = None
         self.optimizer: Callable[[], Any] = lambda: None  # until one is bound
+        self.engine: Callable[[], Any] = lambda: None
         self.left_by: Any = None
 
     @property

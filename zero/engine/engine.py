@@ -107,8 +107,10 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._compiler = BlockCompiler(sharded, status)
         parts = recomputing, self._accumulation, self._saving, status, sharing
         self._training = TrainingStep(sharded, optimizer, device, *parts)
-        if optimizer is not None:
-            this = weakref.ref(self)  # through the engine, in front of whose methods a recorder may stand
+        this = weakref.ref(self)
+        for unit in sharded.units:
+            unit.engine = this
+        if optimizer is not None:  # through the engine, in front of whose methods a recorder may stand
             optimizer.whole_step = lambda: this().step()
         self._sharded: ShardedModule | None = sharded  # last: from here on there is something to destroy
 

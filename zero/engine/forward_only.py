@@ -6,25 +6,24 @@ forward. A program may so make one to look at its model before it trains it, or 
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from torch import nn
 
 from zero.config import Config
 from zero.core.owner import owner_of
+from zero.core.unit import Unit
 from zero.engine.status import Status
 
-_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()  # all that were made
 _SAME = ("compute_dtype", "autocast_dtype", "sequence_parallel_size")  # what a forward depends on
 _PARTS = ("_sharded", "_training", "_saving", "_loading", "_weights", "_offload", "_compiler")
 
 
 def engine_of(model: nn.Module) -> Any | None:
     """The engine, neither dropped nor destroyed, that has the parameters of `model`."""
-    units = {id(owner.unit) for owner in map(owner_of, model.parameters()) if owner is not None}
-    alive = (engine for engine in _ENGINES if engine._sharded is not None)
-    return next((engine for engine in alive if any(id(unit) in units for unit in engine._sharded.units)), None)
+    units = (owner.unit for owner in map(owner_of, model.parameters()) if owner is not None)
+    found = (unit.engine() for unit in units if isinstance(unit, Unit))
+    return next((engine for engine in found if engine is not None and engine._sharded is not None), None)
 
 
 def sharer(model: nn.Module, settings: Config) -> Any | None:
@@ -32,12 +31,6 @@ def sharer(model: nn.Module, settings: Config) -> Any | None:
     engine = engine_of(model)
     same = engine is not None and engine.module is model
     return engine if same and all(getattr(engine._config, key) == getattr(settings, key) for key in _SAME) else None
-
-
-def made(engine: Any) -> Any:
-    """Know an engine, which is returned."""
-    _ENGINES.add(engine)
-    return engine
 
 
 def follower(engine: Any) -> Any:

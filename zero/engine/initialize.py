@@ -46,7 +46,7 @@ from zero.engine.assignment import assigned_run
 from zero.engine.data_ranks import DataRanks, data_ranks
 from zero.engine.description import run_facts
 from zero.engine.engine import Engine
-from zero.engine.forward_only import follower, hand_over, made, sharer
+from zero.engine.forward_only import follower, hand_over, sharer
 from zero.engine.joining import init_distributed, refuse_alone
 from zero.engine.precision import make_loss_scaler
 from zero.launch.contract import INITIALIZED
@@ -197,7 +197,7 @@ def _make_engine(
                 how = zero.context, not data.cp, data.training_only
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
             over = meshes.along(*DATA)
-            engine = made(Engine(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing))
+            engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing)
     except BaseException:
         recomputing.undo()
         if sharing is not None:
