@@ -1,6 +1,8 @@
 """Everything that a GPU has to show, in parts: what `make gpu` runs.
 
     python benchmarks/gpu.py first              a little of everything, in six minutes
+    python benchmarks/gpu.py second             the short tests of the engine, steps of 1.42B, in as many
+    python benchmarks/gpu.py third              what failed of those, streamed state, memcheck, in four
     python benchmarks/gpu.py                    all the other parts
     python benchmarks/gpu.py kernels core       these
     python benchmarks/gpu.py --list
@@ -38,6 +40,7 @@ SECONDS = 530.0  # of a part
 GOOD = ("passed", "skipped")
 BUILD = "build"
 NO_TESTS = 5  # pytest's status where none was left to run
+WORKERS = max(2, min(8, (os.cpu_count() or 1) // 2))  # of pytest, each with up to four ranks that share the GPU
 NO_GPU = "torch sees no GPU: the parts run on a stand-in, which shows that they run, and measures nothing"
 PYTEST = "-m pytest -p gpu -p no:cacheprovider --tb short --continue-on-collection-errors"
 KERNELS = "tests/kernels/test_cuda_kernels.py"
@@ -58,7 +61,7 @@ class Part(NamedTuple):
 
 def tests(about: str, where: str, quick: str) -> Part:
     """The tests of `where` with their long cases, a few workers at a time; of the stand-in `quick`."""
-    run = f"{PYTEST} -m '' -n 4 --max-worker-restart 8 {where}"
+    run = f"{PYTEST} -m '' -n {WORKERS} --max-worker-restart 8 {where}"
     return Part(about, run, f"{PYTEST} -n 2 {quick}", emulated=True)
 
 
@@ -88,12 +91,18 @@ AND_STATE = (
     "tests/checkpoint/test_checkpoint_save.py::test_each_element_is_written_once_and_every_file_is_plain_safetensors "
     "tests/checkpoint/test_checkpoint_load.py::test_parameters_that_ranks_keep_whole_are_loaded_whole"
 )
-# What `first` stands for, and when each ends on a GPU, in seconds of the call: one leaves its time to the next.
-FIRST = {BUILD: 140, "first-kernels": 190, "first-stages": 240, "first-state": 290, "first-step": 330}
-FIRST["first-adam"] = 355
+SHORT = "-m 'not long' tests/core tests/engine tests/offload tests/recompute tests/checkpoint tests/data"
+# What `first`, `second`, `third` stand for, and when each part ends on a GPU, in seconds of the call: one leaves its
+# time to the next.
+GROUPS = {
+    "first": {BUILD: 140, "first-kernels": 190, "first-stages": 240, "first-state": 290, "first-step": 330},
+    "third": {BUILD: 45, "short": 105, "memcheck": 165, "bench-streamed": 250},
+    "second": {BUILD: 60, "short": 190, "bench-stage0": 245, "bench-stage3": 300, "bench-offload2": 355},
+}
+GROUPS["first"]["first-adam"] = 355
 PARTS = {
     BUILD: Part("the compiled kernels, always", "benchmarks/gpu.py --build", "benchmarks/gpu.py --build"),
-    "first-kernels": Part("every CUDA kernel", f"{PYTEST} -m gpu -n 4 {KERNELS}", f"{PYTEST} -m gpu {KERNELS}"),
+    "first-kernels": Part("every CUDA kernel", f"{PYTEST} -m gpu -n {WORKERS} {KERNELS}", f"{PYTEST} -m gpu {KERNELS}"),
     "first-stages": tests("each stage in each precision, on one rank and on two", EACH_STAGE, f"-m long {EACH_STAGE}"),
     "first-state": tests("offload, checkpoints", f"-m 'not long' {AND_STATE}", AND_STATE),
     "first-step": program(
@@ -102,6 +111,7 @@ PARTS = {
         f"step.py --ranks 1 --variants fsdp2 zero0 zero3 {TINY}",
     ),
     "first-adam": program("fused Adam beside torch's and a copy", "kernels_cuda.py --numel 200000000 --rounds 3"),
+    "short": tests("the short tests of the engine", SHORT, "tests/engine/test_overflow.py"),
     "kernels": Part("every CUDA kernel against torch", f"{PYTEST} -m '' tests/kernels", f"{PYTEST} {KERNELS}"),
     "core": tests("stages x precision x models against plain torch", "tests/core", MATRIX),
     "engine": tests("precision, norms, schedules, formats", "tests/engine", PRECISION),
@@ -124,7 +134,7 @@ PARTS = {
         )
         for name, about, variants in (
             ("offload2", "stage 2 with the optimizer on the host", "none2 cpu2 cpu2-8bit"),
-            ("streamed", "its state updated by the host and by the GPU", "none2 cpu2 gpu2 cpu2-8bit gpu2-8bit"),
+            ("streamed", "its state streamed through the GPU", "none2 gpu2 gpu2-8bit"),
             ("offload3", "stage 3 with both on the host, beside FSDP2", "none3 cpu3 fsdp2"),
         )
     },
@@ -315,15 +325,15 @@ def summary(lines: Lines, names: Sequence[str]) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="run what a GPU has to show, in parts; without one on a stand-in")
-    parser.add_argument("parts", nargs="*", metavar="PART", help="which; first: some that take six minutes in all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="which; first, second, third: some, minutes in all")
     parser.add_argument("--list", action="store_true", help="print the parts and end")
     parser.add_argument("--anew", action="store_true", help="also what passed before")
     parser.add_argument("--again", type=Path, metavar="FILE", help="of lines: what passed there has passed before, too")
     parser.add_argument("--out", type=Path, help="folder of lines.jsonl and the logs; out/gpu, or out/stand_in")
     parser.add_argument("--build", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if unknown := [name for name in args.parts if name not in ("first", *PARTS)]:
-        parser.error(f"got {', '.join(unknown)}; wanted some of first, {', '.join(PARTS)}")
+    if unknown := [name for name in args.parts if name not in (*GROUPS, *PARTS)]:
+        parser.error(f"got {', '.join(unknown)}; wanted some of {', '.join((*GROUPS, *PARTS))}")
     if args.again and not args.again.is_file():
         parser.error(f"--again: there is no file {args.again}; wanted the lines.jsonl of an earlier call")
     return args
@@ -337,8 +347,9 @@ def main() -> int:
     if args.build:
         build(Path(os.environ["ZERO_GPU_LINES"]).parent, bool(device()))
         return 0
-    gpu, first = device(), FIRST if "first" in args.parts else {}
-    wanted = {BUILD, *first, *(args.parts or PARTS.keys() - FIRST.keys())}
+    gpu, ends = device(), {part: end for name in args.parts for part, end in GROUPS.get(name, {}).items()}
+    quick = {"short", *GROUPS["first"]}  # what others of all hold, too
+    wanted = {BUILD, *ends, *(args.parts or PARTS.keys() - quick)}
     names = [name for name in PARTS if name in wanted]
     folder = (args.out or ROOT / "out" / ("gpu" if gpu else "stand_in")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -352,7 +363,7 @@ def main() -> int:
         if told in GOOD and name != BUILD:  # what was built may have been elsewhere
             print(f"{name}: {told} before", flush=True)
         else:
-            seconds = max(1.0, first[name] - time.monotonic() + begin) if gpu and name in first else SECONDS
+            seconds = max(1.0, ends[name] - time.monotonic() + begin) if gpu and name in ends else SECONDS
             print(f"{name}: {run_part(name, lines, gpu, seconds)}", flush=True)
     print(f"\n{summary(lines, names)}\n\nlines: {lines.path}")
     statuses = [lines.read(name, "status")[name]["status"] for name in names]

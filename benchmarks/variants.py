@@ -40,14 +40,16 @@ class Setup:
     bf16: bool
 
     def model(self) -> gpt.GPT:
-        """The same weights at every call and on every rank."""
+        """The same weights at every call and on every rank, drawn where they stay."""
         gpt.VOCAB = self.vocab  # bytes make too small a table for the usual proportions
         torch.manual_seed(0)
-        made = gpt.GPT(gpt.Shape(self.width, self.layers, self.heads, self.context))
+        meta = torch.get_default_device().type == "meta"
+        with torch.device("meta" if meta else local_device()):
+            made = gpt.GPT(gpt.Shape(self.width, self.layers, self.heads, self.context))
         for name, buffer in made.named_buffers():
             # Rotary tables in fp32 would turn bf16 queries into fp32 ones, which attention refuses.
             setattr(made, name, buffer.to(self.dtype))
-        return made if torch.get_default_device().type == "meta" else made.to(local_device())
+        return made
 
     def data(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
         """Token and target ids [batch, context]: counting by some stride, so that there is something to learn."""

@@ -40,6 +40,7 @@ class Net(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        tokens, targets = moved((tokens, targets), self.embed.weight.device)  # a plain one may stay on the CPU
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)

@@ -80,10 +80,10 @@ class Layers(nn.Module):
             self.register_parameter(name, param)
 
     def forward(self, number: int) -> torch.Tensor:
-        found = [
-            (getattr(self, name) * taken(values(name, 100 * number), each) - 1).square().sum().float()
-            for name, each in self.cuts.items()
-        ]
+        found = []
+        for name, each in self.cuts.items():
+            param, factor = getattr(self, name), taken(values(name, 100 * number), each)
+            found.append((param * factor.to(param.device) - 1).square().sum().float())
         return torch.stack(found).sum()
 
 

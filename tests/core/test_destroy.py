@@ -70,7 +70,7 @@ def after_an_exception(engine: Any) -> None:
 def after_a_plain_backward_raised(engine: Any) -> None:
     """The engine has not seen it yet."""
     steps(engine)
-    x = engine.module.embed(torch.tensor([[1, 2]]))
+    x = engine.module.embed(torch.tensor([[1, 2]], device=engine.device))
     x.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.module.head(engine.module.blocks[1](x)).sum().backward()

@@ -139,6 +139,7 @@ def test_a_leaf_that_nobody_calls_is_warned_of_once():
         "leaf modules that were not called in the first forward: 'two.experts'; what is inside is not gathered as "
         "one. Name the module whose forward runs it"
     )
+    said = [text for text in said if "sends over gloo" not in text]  # from a GPU
     assert said == ([] if dist.get_rank() else [warned])
 
 

@@ -282,7 +282,7 @@ def edit(engine: Any) -> dict[str, torch.Tensor]:
     filled, copied, late = params.values()
     cut = engine.zero_optimization_stage() == 3
     with torch.no_grad(), zero.GatheredParameters(params.values(), modifier_rank=0, enabled=cut):
-        nn.init.normal_(filled, generator=torch.Generator().manual_seed(3))
+        nn.init.normal_(filled, generator=torch.Generator(filled.device).manual_seed(3))
         copied[1:3].copy_(torch.full_like(copied[1:3], 0.3))
         late.add_(0.1)
     with zero.GatheredParameters(params.values()):

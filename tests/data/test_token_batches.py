@@ -134,6 +134,7 @@ def test_a_step_that_was_not_whole_begins_again():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdata_saves_what_its_loop_has_had(workers):
+    pytest.importorskip("torchdata")
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     def loader() -> Any:

@@ -12,6 +12,7 @@ from models import config, make_net, share, step
 from torch import nn
 
 import zero
+from zero.core.world import local_device
 
 STEPS = 3
 
@@ -75,7 +76,7 @@ def test_it_computes_the_same_and_changes_nothing(stage, looks, first):
     losses, found = trained(stage, looks, first)
     assert all(map(torch.equal, losses, plain))
     assert all(map(torch.equal, found[first:], wanted))
-    assert not first or torch.equal(found[0], seen(make_net()))
+    assert not first or torch.equal(found[0], seen(make_net().to(local_device())))
 
 
 @pytest.mark.ranks(2)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from device import moved
 from models import WIDTH, config
 from ranks import said_by
 from scenario import Model, Record, differences, run, seeded
@@ -196,7 +197,7 @@ def copies(stage: int) -> list[float]:
             mine.lerp_(theirs, 0.5)
     if dist.get_rank() == 0:
         for model in (average, loaded):
-            loss = model(inputs(2))
+            loss = model(moved(inputs(2), next(model.parameters()).device))
             loss.backward()
             losses.append(loss.item())
             assert all(param.grad is not None for param in model.parameters())

@@ -18,6 +18,7 @@ import zero
 from zero import checkpointing
 from zero.config import ConfigError
 from zero.config.sections import ActivationCheckpointing
+from zero.core.world import local_device
 from zero.recompute.holder import HOLDER
 from zero.recompute.saved_inputs import InputStore, restored
 
@@ -184,12 +185,12 @@ def masks(seed: int) -> list[torch.Tensor]:
     found = []
     for through in (plain, checkpointing.checkpoint):
         checkpointing.model_parallel_cuda_manual_seed(seed)
-        x = torch.ones(40, requires_grad=True)
+        x = torch.ones(40, requires_grad=True, device=local_device())
         y = through(drop, through(drop, x * 1.0))
         y.sum().backward()
         with checkpointing.get_cuda_rng_tracker().fork():
-            own = torch.rand(3)
-        found.append(torch.cat([x.grad, y.detach(), own, torch.rand(3)]))
+            own = torch.rand(3, device=x.device)
+        found.append(torch.cat([x.grad, y.detach(), own, torch.rand(3, device=x.device)]).cpu())
     HOLDER.__init__()
     return found
 
@@ -240,7 +241,8 @@ def test_ranks_must_configure_alike():
 def test_each_rank_keeps_its_slice():
     """Of inputs of several sizes and strides, which come back as they were."""
     checkpointing.configure(dist.group.WORLD, partition_activations=True)
-    made = [torch.arange(float(count)).requires_grad_() * 1.0 for count in (1, 2, 7, 64)]
+    ones = [torch.arange(float(count), device=local_device()) for count in (1, 2, 7, 64)]
+    made = [each.requires_grad_() * 1.0 for each in ones]
     made += [made[3].view(8, 8).t(), made[3].view(8, 8)[:, ::2], made[2].expand(2, 7), made[3].to(torch.bfloat16)]
     tickets = [HOLDER.inputs.put([tensor])[0] for tensor in made]
     back = [restored(ticket) for ticket in tickets]
