@@ -9,7 +9,7 @@
 # make sanitize    the C++ tests of the CPU kernels, built with AddressSanitizer and UBSan
 # make peers   a second environment, .venv-peers, in which benchmarks/kernels.py also meets DeepSpeed
 # make gpu     what only a GPU can show, in parts: its kernels, the engine's tests on it, the benchmarks; PART names some,
-#              PART=first those for the first six minutes; OUT is the folder of what it finds
+#              PART=first, second and third those for a few minutes each; OUT is the folder of what it finds
 # make clean   remove both environments and everything that was built
 
 PYTHON ?= python3
