@@ -26,7 +26,8 @@ class DataRanks(NamedTuple):
     shard_size: the number of consecutive ranks that state is cut over, 0 where no argument says it;
     source: the argument that says it, for messages;
     model_parallel: the ranks of one replica of the model;
-    tp: neighbours that have parts of the same layers, and the same samples;
+    tp: neighbours that have parts of the same layers, and the same samples; pp: ranks that have other layers; ep: that
+    experts are divided among;
     cp: neighbours that share sequences, and a caller that cuts them, as `mpu` says; 0 where the JSON does.
     """
 
@@ -38,7 +39,17 @@ class DataRanks(NamedTuple):
     model_parallel: int = 1
     tp: int = 1
     cp: int = 0
+    pp: int = 1
+    ep: int = 1
     training_only: bool = False  # in eval that caller has a batch for each rank
+
+    def grid(self, world: int, shard_size: int, cp: int) -> Grid:
+        """That of all ranks; `shard_size` of the data ranks are those that state is cut over, 0 for all."""
+        sizes = {"pp": self.pp, "cp": cp, "tp": self.tp}
+        if shard_size:
+            inner = shard_size // cp or self.size // cp
+            sizes |= {"dp_replicate": self.size // cp // inner, "dp_shard": inner}
+        return Grid(world, sizes, ep=self.ep)
 
     def sharded_over(self, settings: Config) -> int:
         """The number of ranks that state is cut over, of the config or the mesh; 0 for all. ConfigError if they differ.
@@ -72,9 +83,7 @@ class DataRanks(NamedTuple):
         return self.shard_size or settings.shard_size
 
 
-def data_ranks(
-    mesh_param: Any = None, device_mesh: Any = None, mpu: Any = None, layers_are_cut: bool = False
-) -> DataRanks:
+def data_ranks(mesh_param: Any = None, device_mesh: Any = None, mpu: Any = None) -> DataRanks:
     """What the arguments of one call say; collective where a mesh needs a process group of its own.
 
     Raises ValueError for arguments that do not fit together, ConfigError for sizes that do not fit the ranks there are.
@@ -88,9 +97,11 @@ def data_ranks(
         return _of_mpu(value)
     if isinstance(value, DeviceMesh):
         return _of_device_mesh(value, name)
-    grid = _grid(value, name, world, ("tp",) * layers_are_cut)
-    tp = grid.size("tp")
-    return DataRanks(None, world // tp, rank // tp, grid.size("dp_shard"), f"{name}={value!r}", tp=tp)
+    grid = _grid(value, name, world)
+    more = {axis: grid.size(axis) for axis in ("tp", "pp", "ep")}
+    size = world // more["tp"] // more["pp"]
+    place = rank // more["tp"] % size
+    return DataRanks(None, size, place, grid.size("dp_shard"), f"{name}={value!r}", **more)
 
 
 def _of_mpu(mpu: Any) -> DataRanks:
@@ -145,8 +156,8 @@ def _of_device_mesh(mesh: DeviceMesh, name: str) -> DataRanks:
     return _of_group(group, source, shard_size)
 
 
-def _grid(value: Any, name: str, world: int, more: tuple[str, ...]) -> Grid:
-    """From (replicas, shards) or a mapping from names of axes to sizes; `more`: axes beside these two."""
+def _grid(value: Any, name: str, world: int) -> Grid:
+    """From (replicas, shards) or a mapping from names of axes to sizes."""
     if isinstance(value, tuple | list) and len(value) == 2:
         value = dict(zip(DATA, value, strict=True))
     if not isinstance(value, Mapping):
@@ -155,9 +166,7 @@ def _grid(value: Any, name: str, world: int, more: tuple[str, ...]) -> Grid:
             '{"dp_replicate": 2, "dp_shard": 4}'
         )
     try:
-        grid = Grid(world, dict(value))
+        sizes = dict(value)
+        return Grid(world, sizes, ep=sizes.pop("ep", sizes.pop("ep_size", 1)))
     except GridError as error:
         raise ConfigError([f"{name}: {error}"]) from None
-    if grid.size(*DATA, *more) != world:
-        raise ValueError(f"{name}: got {value!r}; only the axes {' and '.join(DATA)} can be larger than 1 yet")
-    return grid

@@ -22,6 +22,7 @@ from zero.engine.arguments import launched_config, only_one
 from zero.engine.assignment import assigned_run
 from zero.engine.data_ranks import data_ranks
 from zero.engine.joining import init_distributed
+from zero.plan.grid import Grid
 from zero.plan.sharding import Sharding
 
 _DATA_PARALLEL = "groups are made from the configuration, as by sequence_parallel_size; leave it out"
@@ -135,7 +136,8 @@ class Init:
         if assigned is not None and assigned.plain:  # plain torch has nothing cut, and takes rank 0's values by itself
             return Builder(mesh_of_one(), self._storage, self._dtype)
         world = make_world(self._timeout, group=self._group)
-        meshes = Meshes(world, Sharding(optim=True, grads=True, params=True), timeout=self._timeout)
+        sharding = Sharding(optim=True, grads=True, params=True)
+        meshes = Meshes(world, Grid(world.size), sharding, timeout=self._timeout)
         return Builder(meshes.of(), self._storage, self._dtype)
 
     def _configure(self, source: str | PathLike | Mapping[str, Any]) -> None:
