@@ -62,7 +62,8 @@ EXCHANGE = "exchange of who runs the next micro-batch of the step"
 class Rounds:
     """The rounds of the running step. Without `follows` it only counts this rank's own micro-batches.
 
-    world: the ranks that hold the same units; follows: whether rounds are sequences of collectives, so that ranks without a micro-batch must take part.
+    world: the ranks that hold the same units; follows: whether rounds are sequences of collectives, so that ranks
+    without a micro-batch must take part.
     """
 
     def __init__(

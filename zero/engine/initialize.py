@@ -60,8 +60,8 @@ from zero.optim.muon_groups import muon_groups
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.parallel.shared import SharedSequences
-from zero.plan.formats import Formats
 from zero.plan.cut import Box, Cut, cover_error
+from zero.plan.formats import Formats
 from zero.plan.grid import DATA, UnitAxes
 from zero.plan.order import Limits
 from zero.plan.sharding import Sharding
@@ -254,8 +254,8 @@ def _check_cuts(model: nn.Module, meshes: Meshes, world: World) -> None:
     found = agree(ValueError(problems[0]) if problems else bool(cuts), world)
     if (tp := meshes.grid.size("tp")) > 1 and not any(found):
         raise ValueError(
-            f"initialize(): tp is {tp}, and no parameter of the model is a part of a larger one, so that ranks would do "
-            "the same work: no layers are cut for you yet; cut them and say so by zero.set_cut, or leave tp out"
+            f"initialize(): tp is {tp}, and no parameter of the model is a part of a larger one, so that ranks would "
+            "do the same work: no layers are cut for you yet; cut them and say so by zero.set_cut, or leave tp out"
         )
 
 

@@ -53,8 +53,8 @@ class UnitNorms:
     def take(self, step: int) -> tuple[float | torch.Tensor, ...]:
         """Three sums of squares of each unit of the table in the last step, if it was due, for the report at `step`.
 
-        fp64 [] on a GPU, else numbers; 0 for units that this rank has not. Waits for updates that still run beside the training
-        loop.
+        fp64 [] on a GPU, else numbers; 0 for units that this rank has not. Waits for updates that still run beside the
+        training loop.
         """
         for unit in self._units:
             unit.shard.settle()

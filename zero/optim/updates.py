@@ -71,9 +71,7 @@ class UnitUpdater:
             for unit in units:
                 optimizer.begin(unit, groups[unit.plan.group])
 
-    def run(
-        self, groups: Sequence[Group], factor: float | torch.Tensor, unclipped: float | torch.Tensor
-    ) -> None:
+    def run(self, groups: Sequence[Group], factor: float | torch.Tensor, unclipped: float | torch.Tensor) -> None:
         """Update every unit once, and send it to the ranks that keep it.
 
         The gradient is `factor` x the reduced one; `unclipped` is the factor without clipping, for the norms.
