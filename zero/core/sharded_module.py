@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 
 import torch
@@ -116,6 +117,22 @@ class ShardedModule:
         for module in modules:
             for make in self._hooks.get(module, ()):
                 self._handles.setdefault(module, []).extend(make())
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, all units are whole: gathered once, for a block of many forwards and backwards; collective."""
+        kept = [unit for unit in self.units if unit.cut]
+        for unit in kept:
+            unit.gather()
+        for unit in kept:
+            unit.wait()
+            unit.holds += 1
+        try:
+            yield
+        finally:
+            for unit in kept:
+                unit.holds -= 1
+                unit.release()
 
     def accumulate_over(self, micro_batches: int) -> None:
         """From now on so many micro-batches add up in one step; to be said while there are no gradients."""

@@ -134,6 +134,12 @@ class Accumulation:
             self._enter(Block.NONE)
 
     @contextlib.contextmanager
+    def schedule(self) -> Iterator[None]:
+        """As `coalesce_grad_reduction`, with one reduction at every stage: whole gradients stay until the end."""
+        with self.coalesce_grad_reduction(), self._sharded.reducer.defer():
+            yield
+
+    @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """The backward passes inside are one optimizer step, which the next `step()` takes.
 
