@@ -50,13 +50,18 @@ def alike(
     rank whose lines have ended there. `groups`: places of ranks that must say the same; default all.
     """
     lines = [line.replace("\n", " ") for line in lines]
-    digests = agree(hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest(), over)
+    digests = agree(digest_of(lines), over)
     groups = [range(over.size)] if groups is None else groups
     if differing := [group for group in groups if len({digests[place] for place in group}) > 1]:
         said = agree(lines, over)
         index, there = first_difference([said[place] for place in differing[0]])
         ranks = [over.ranks[place] for place in differing[0]]
         raise RuntimeError(f"{what.format(index=index)}: {difference_text(there, nothing, ranks)}")
+
+
+def digest_of(value: Any) -> str:
+    """What is equal for equal values, and hardly ever else; of whatever JSON holds."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
 def _texts(text: str, over: Axis, name: str) -> list[str]:

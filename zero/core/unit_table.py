@@ -5,12 +5,10 @@ What is said of units between ranks goes by the places in this table, never by t
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zero.core.agree import agree
+from zero.core.agree import agree, digest_of
 from zero.core.world import World
 from zero.plan.units import UnitPlan
 
@@ -29,8 +27,7 @@ def agree_on_units(plans: Sequence[UnitPlan], world: World) -> UnitTable:
     have a root each.
     """
     own = [[plan.params[0].name, plan.name] for plan in plans if plan.requires_grad]
-    digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16).hexdigest()
-    alike = len(set(agree(digest, world))) == 1
+    alike = len(set(agree(digest_of(own), world))) == 1
     known = {first: name for each in ([own] if alike else agree(own, world)) for first, name in each}
     names = list(known.values())
     labels = (name if names.count(name) == 1 else f"{name} ({first})" for first, name in known.items())

@@ -98,6 +98,11 @@ def own_part(owner: Owner, full: torch.Tensor) -> torch.Tensor:
     return torch.cat([_inside(full, box).reshape(-1) for box in cut.boxes])
 
 
+def is_part(owner: Owner) -> bool:
+    """Whether the parameter is a part of a larger one."""
+    return owner.unit.plan.params[owner.index].cut is not None
+
+
 def full_shape(owner: Owner) -> tuple[int, ...]:
     """The shape of the parameter, or of the larger one that it is a part of."""
     cut = owner.unit.plan.params[owner.index].cut
