@@ -213,7 +213,7 @@ def broadcast(tensor: torch.Tensor, source: int, axis: Axis, unit: str = "") -> 
     tensor = tensor.detach()
     for dim, stride in enumerate(tensor.stride()):
         tensor = tensor if stride else tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
-    sent = tensor.contiguous()
+    sent = (tensor.to(local_device()) if axis.native else tensor).contiguous()  # NCCL sends from GPU memory only
     leaves = sent.nbytes if axis.rank == source else 0
     collective = axis.watchdog.begin("broadcast", unit, leaves, axis.ranks, (axis.ranks[source],))
     with axis.watchdog.sending(collective):

@@ -27,6 +27,7 @@ class Mesh:
     data:      all ranks of both, which hold the unit: for its first values, and what one of them tells the others;
     counts:    whether this rank counts its span in norms, and writes it: not where others hold the same;
     beside:    the ranks that hold the same values, or the other parts of what is cut by a `Cut`, this one included;
+    world:     all ranks of the engine;
     order:     places in the world in the order of the spans that the ranks there count, group after group;
     secondary: with hpZ, the ranks of this node, which hold a second copy of the parameters cut among them, or None;
     across:    with hpZ, the ranks with the same place in the other nodes, this one included, or None.
@@ -36,6 +37,7 @@ class Mesh:
     replica: Axis
     data: Axis
     beside: Axis
+    world: Axis
     counts: bool = True
     order: tuple[int, ...] = (0,)
     secondary: Axis | None = None
@@ -53,6 +55,12 @@ class Mesh:
         """What this rank counts and writes of a unit with this layout; nothing where others do for it."""
         span = layout.shard(self.span, self.data.size)
         return span if self.counts else span._replace(numel=0)
+
+    def counterpart(self, rank: int) -> int:
+        """The place along data of the one here that is where global `rank` is among those that it shares with."""
+        place = self.world.ranks.index(rank)
+        first = self.order.index(place) // self.data.size * self.data.size
+        return sorted(self.order[first : first + self.data.size]).index(place)
 
     @property
     def nested(self) -> bool:
@@ -121,7 +129,7 @@ class Meshes:
             data, beside = (self._along(places, reduces=False) for places in lists)
             counts = self.grid.ranks(axes.same, self._world.rank)[0] == self._world.rank
             order = self.grid.spans(axes)
-            self._made[axes] = Mesh(shard, replica, data, beside, counts, order, *self._secondary(axes))
+            self._made[axes] = Mesh(shard, replica, data, beside, self._world, counts, order, *self._secondary(axes))
         return self._made[axes]
 
     def alike(self, axes: UnitAxes) -> list[tuple[int, ...]]:
@@ -173,4 +181,4 @@ class Meshes:
 def mesh_of_one() -> Mesh:
     """The mesh of a process that shares nothing with others, also where there is a process group."""
     alone = world_of_one().point()
-    return Mesh(alone, alone, alone, alone)
+    return Mesh(alone, alone, alone, alone, alone)
