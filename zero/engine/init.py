@@ -137,7 +137,7 @@ class Init:
             return Builder(mesh_of_one(), self._storage, self._dtype)
         world = make_world(self._timeout, group=self._group)
         sharding = Sharding(optim=True, grads=True, params=True)
-        meshes = Meshes(world, Grid(world.size), sharding, timeout=self._timeout)
+        meshes = Meshes(world, self._grid or Grid(world.size), sharding, timeout=self._timeout)
         return Builder(meshes.of(), self._storage, self._dtype)
 
     def _configure(self, source: str | PathLike | Mapping[str, Any]) -> None:

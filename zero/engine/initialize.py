@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zero.config import Config, load
+from zero.config.grid_sizes import Told
 from zero.config.optimizers import MuonParams
 from zero.config.read import read
 from zero.config.sections import TIMEOUT
@@ -108,7 +109,8 @@ def initialize(
     check_places(args, model, optimizer, model_parameters, (config, config_params) != (None, None))
     source = resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
-    data = data_ranks(mesh_param, device_mesh, mpu)
+    layers_are_cut = any(cut_of(param) is not None for param in model.parameters())
+    data = data_ranks(mesh_param, device_mesh, mpu, layers_are_cut)
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
     settings = _load(source, data, stand_ins, assigned, model)
@@ -116,8 +118,7 @@ def initialize(
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
     loader = None
     if training_data is not None:
-        place = data.rank // settings.sequence_parallel_size
-        loader = make_loader(settings, device, place, training_data, collate_fn=collate_fn)
+        loader = make_loader(settings, device, data.place(settings.grid), training_data, collate_fn=collate_fn)
     if assigned is not None and assigned.plain:
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
@@ -148,7 +149,7 @@ def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, por
 
 
 def _load(source: Any, data: DataRanks, stand_ins: list[str], assigned: Any, model: nn.Module) -> Config:
-    ranks = data.size, data.cp
+    ranks = data.size, Told(data.sizes, data.source)
     settings = load(source, *ranks, filled=assigned is None, stand_ins=stand_ins, checks=_CHECKS)
     if assigned is not None:
         settings = load(assigned.config(settings, model), *ranks, filled=False)
@@ -177,8 +178,7 @@ def _make_engine(
     world = make_world(zero.timeout, zero.check_order, data.group, same)
     sharded = sharing = None
     try:
-        grid = data.grid(world.size, shard_size, cp)
-        meshes = Meshes(world, grid, sharding, settings.secondary_shard_size, zero.reduce, zero.timeout)
+        meshes = Meshes(world, settings.grid, sharding, settings.secondary_shard_size, zero.reduce, zero.timeout)
         with world.watchdog.call(Phase.INITIALIZE):
             _agree(model, groups, settings, sharding, world, meshes)
             if (other := sharer(model, settings)) is not None and zero_optimizer is None:
@@ -195,7 +195,7 @@ def _make_engine(
             number = found[0][0]
             warn_of_splits([digest for _, digest in found])
             if cp > 1:
-                how = zero.context, not data.cp, data.training_only
+                how = zero.context, not data.cuts_sequences, data.training_only
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
             over = meshes.along(*DATA)
             engine = made(Engine(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing))
