@@ -25,7 +25,7 @@ from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import Meshes
 from zero.core.mixed_precision import UNKNOWN, MixedPrecisionPolicy
 from zero.core.offload import is_enabled
-from zero.core.owner import axes_of, cut_of
+from zero.core.owner import axes_of, cut_of, keep_cuts
 from zero.core.refusals import in_channels_last, refusals
 from zero.core.sharded_module import ShardedModule, reclaim, wrap
 from zero.core.streaming import refuse_streaming
@@ -109,6 +109,7 @@ def initialize(
     check_places(args, model, optimizer, model_parameters, (config, config_params) != (None, None))
     source = resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
+    keep_cuts(model)
     layers_are_cut = any(cut_of(param) is not None for param in model.parameters())
     data = data_ranks(mesh_param, device_mesh, mpu, layers_are_cut)
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
