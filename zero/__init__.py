@@ -19,6 +19,11 @@ _HOMES = {
     "Engine": "zero.engine",
     "GatheredParameters": "zero.core.access",
     "Init": "zero.engine.init",
+    "Box": "zero.plan.cut",
+    "Cut": "zero.plan.cut",
+    "UnitAxes": "zero.plan.grid",
+    "set_cut": "zero.core.owner",
+    "share_along": "zero.core.owner",
     "register_external_parameter": "zero.core.access",
     "unregister_external_parameter": "zero.core.access",
     "register_forward_method": "zero.core.hooks",
@@ -51,6 +56,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.config import ConfigError
     from zero.core.access import GatheredParameters, register_external_parameter, unregister_external_parameter
     from zero.core.hooks import register_forward_method
+    from zero.core.owner import set_cut, share_along
     from zero.data import RepeatingLoader, TokenBatchSampler, pack, random_split, seed_everything, skip_first_batches
     from zero.engine.arguments import add_config_arguments
     from zero.engine.checkpoint.load_weights import load_weights
@@ -61,6 +67,8 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.kernels.marks import WeightUpdate
     from zero.optim.fused import FusedOptimizer
     from zero.parallel.attention import attention, shared_attention
+    from zero.plan.cut import Box, Cut
+    from zero.plan.grid import UnitAxes
     from zero.sizes.estimate import estimate
     from zero.tiled.linear import TiledLinear
     from zero.tiled.loss import tile_loss, tiled_cross_entropy

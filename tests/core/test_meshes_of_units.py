@@ -25,7 +25,7 @@ from zero.core import comm
 from zero.core.owner import share_along
 from zero.core.world import make_world
 from zero.plan.grid import UnitAxes
-from zero.utils import safe_get_full_fp32_param, safe_get_full_grad
+from zero.utils import safe_get_full_grad
 
 ALL = UnitAxes(("dp_replicate", "dp_shard"), ())
 PAIRS = UnitAxes(("dp_shard",), ("dp_replicate",))
@@ -116,35 +116,6 @@ def test_only_ranks_that_hold_the_same_part_are_compared(pool, stage):
     zero = {"shard_size": 2, "check_replicas": 1}
     (first, *_) = scenario(pool, alike_first, {"stage": stage, "cut": True, "zero": zero}, 4)
     assert first.steps == 3
-
-
-def halved(json: dict[str, Any]) -> None:
-    """One block is divided by twice what the others are: its gradient counts half, in update, norm and clipping."""
-    found = []
-    for mean in (1.0, 0.5):
-        engine, *_ = zero.initialize(model=make_net(), config=settings(json, 2))
-        block = next(unit for unit in engine._sharded.trained if unit.plan.name == "blocks.1")
-        block.mean *= mean  # as what is shared by other ranks than the batch will say of itself
-        engine.backward(engine(*share(0)))
-        named = dict(engine.module.named_parameters())
-        grads = {name: safe_get_full_grad(param) for name, param in named.items()}
-        before = {name: safe_get_full_fp32_param(param) for name, param in named.items()}
-        engine.step()
-        moved = {name: safe_get_full_fp32_param(param) - before[name] for name, param in named.items()}
-        found.append((grads, moved, engine.get_global_grad_norm()))
-        engine.destroy()
-    (grads, moved, norm), (less, smaller, lower) = found
-    share_of = {name: 0.5 if name.startswith("blocks.1.") else 1.0 for name in grads}
-    assert all(torch.equal(less[name], share_of[name] * grad) for name, grad in grads.items())
-    assert lower == pytest.approx(math.sqrt(sum(grad.double().square().sum().item() for grad in less.values())), 1e-9)
-    for name, change in moved.items():  # clipped to one norm, so all else is scaled up again
-        assert torch.allclose(smaller[name], share_of[name] * norm / lower * change, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("more", [{}, *longer({"section": OPTIMIZER}, {"zero": TREE})], ids=str)
-def test_a_unit_is_divided_by_its_own_mean(pool, more):
-    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.01}
-    pool.run(2, halved, {"stage": 2, **sgd, **more})
 
 
 def norm_and_owners() -> tuple[float, float, dict[str, set[int]]]:

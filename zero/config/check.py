@@ -13,11 +13,13 @@ from zero.config import rules
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve, tree_error
 from zero.config.errors import ConfigError, dotted, show
 from zero.config.file import Config, File
+from zero.config.grid_sizes import NOTHING_TOLD, Told, grid_of
 from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.config.override import override
 from zero.config.read import read
 from zero.config.unavailable import lookup
 from zero.config.walk import Walk, problem_line
+from zero.plan.grid import DATA
 
 _NOT_AVAILABLE = {"amsgrad": "AMSGrad is not available", "eps_inside_sqrt": "eps is added to the root"}
 
@@ -25,19 +27,19 @@ _NOT_AVAILABLE = {"amsgrad": "AMSGrad is not available", "eps_inside_sqrt": "eps
 def load(
     source: str | PathLike | Mapping,
     world_size: int,
-    sequence_ranks: int = 0,
+    told: Told = NOTHING_TOLD,
     *,
     filled: bool = True,
     stand_ins: Collection[str] = (),
     checks: Mapping[str, Callable[[str, Mapping[str, Any]], list[str]]] = MappingProxyType({}),
 ) -> Config:
-    """Read and check a config for `world_size` ranks, of which `sequence_parallel_size` have the same samples.
+    """Read and check a config for `world_size` ranks, which its sizes and those `told` make a grid.
 
     `source` is the path of a JSON or hjson file, or a dict. Raises `ConfigError` with one line for everything
     that is wrong, also for each `"auto"` that no default can replace. With `filled=False` the config is one that
     Hugging Face has not filled in yet: "auto" counts as not given. If no batch size is given then, or where the script
     ends its steps by itself, the micro-batch is 1. `stand_ins` are sections that the script replaces by its own
-    objects. `sequence_ranks`: of those, as an argument of the script says, 0 for none. `checks`: by section, a function
+    objects. `checks`: by section, a function
     that finds problems of its `type` and `params` that need torch to be known.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
@@ -46,9 +48,13 @@ def load(
     walk = Walk()
     file = walk.section(config.values, File)
     errors = [*config.errors, *walk.errors, *_optimizer(file)]
-    errors += rules.sequences(file, sequence_ranks, world_size)
-    file = file.model_copy(update={"sequence_parallel_size": sequence_ranks or file.sequence_parallel_size})
-    data_ranks = max(1, world_size // file.sequence_parallel_size)
+    staged = not any(line.startswith("zero_optimization.stage") for line in errors)
+    divided = [*rules.indivisible("sequence_parallel_size", file.sequence_parallel_size, world_size)]
+    sharded = [*rules.sharding(file, world_size)] if staged else []
+    grid, wrong = grid_of(file, world_size, told)
+    errors += divided or (wrong if not sharded else [])
+    file = file.model_copy(update={"sequence_parallel_size": grid.size("cp")})
+    data_ranks = grid.size(*DATA)
     for name, check in checks.items():
         section = getattr(file, name)
         errors += check(section.type, section.params) if section is not None and name not in stand_ins else []
@@ -64,11 +70,9 @@ def load(
             note = "; ranks share sequences, which Accelerate is told by ParallelismConfig(sp_size=...) instead"
             errors.append(str(error) + note * (file.sequence_parallel_size > 1))
     if batch is not None and file.zero.reduce == "tree":
-        errors += filter(None, [tree_error(batch.steps, world_size)])
+        errors += filter(None, [tree_error(batch.steps, grid.size(*DATA, "cp"))])
     errors += [*rules.precision(file), *rules.storage(file), *rules.graphs(file), *rules.means(file)]
-    errors += rules.quantized(file)
-    if not any(line.startswith("zero_optimization.stage") for line in errors):
-        errors += rules.sharding(file, world_size)
+    errors += [*rules.quantized(file), *sharded]
     for warning in walk.warnings:
         log.log_once(logging.WARNING, warning)  # before the error: a misspelt section may be its cause
     if errors or batch is None:
@@ -78,7 +82,7 @@ def load(
         log.log_once(logging.INFO, f"keys of the config that have no effect: {text}")
     fields = dict(file) | {TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.steps}
     return Config.model_construct(
-        _fields_set=set(file.model_fields_set), **fields, world_size=data_ranks, raw=config.values
+        _fields_set=set(file.model_fields_set), **fields, world_size=data_ranks, grid=grid, raw=config.values
     )
 
 

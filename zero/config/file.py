@@ -20,7 +20,7 @@ from zero.config.sections import (
     TorchAutocast,
     Zero,
 )
-from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, above_one, enabled
+from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, enabled
 from zero.config.values import Bool, Dtype, NotNegative, Positive, Section, Settings, Steps, absent, choice
 from zero.config.zero_section import ZeroOptimization
 
@@ -124,13 +124,12 @@ class File(Section):
 
     amp: Annotated[Settings, Unavailable("apex amp is not available; use bf16", on=enabled)]
     msamp: Annotated[Settings, Unavailable("MS-AMP is not available; use bf16", on=enabled)]
-    pipeline: Annotated[Settings, Unavailable(_ONLY_DATA)]
-    tensor_parallel: Annotated[
-        Settings,
-        Unavailable(_ONLY_DATA, at="autotp_size", on=above_one),
-        Unavailable(_ONLY_DATA, at="tp.tp_size", on=above_one),
-    ]
-    expert_parallel: Annotated[Settings, Unavailable(_ONLY_DATA, on=enabled)]
+    pipeline: Settings
+    """`stages`: ranks that have different layers."""
+    tensor_parallel: Settings
+    """`autotp_size`: ranks that layers are cut over, by `zero.set_cut`."""
+    expert_parallel: Settings
+    """`autoep_size`: ranks that experts are divided among, by `zero.set_cut`."""
     compile: Annotated[Settings, Unavailable("DeepCompile is not available; leave it out", at="deepcompile")]
     elasticity: Annotated[Settings, Unavailable("is not available in this release; set train_batch_size", on=enabled)]
     autotuning: Annotated[Settings, Unavailable("is not read; use `zero tune script.py`", on=enabled)]
@@ -183,6 +182,8 @@ class Config(File):
 
     world_size: int
     """The number of data-parallel ranks that the batch sizes were resolved for."""
+    grid: Any = Field(repr=False, exclude=True)
+    """The `Grid` of all ranks."""
     raw: dict[str, Any] = Field(repr=False)
     """A copy of the user's values."""
 

@@ -124,14 +124,6 @@ def means(file: File) -> Iterator[str]:
             yield f"{key}: got 'fp16' with zero.mean 'tokens', whose sums leave its range; use 'bf16' or 'fp32'"
 
 
-def sequences(file: File, told: int, world_size: int) -> Iterator[str]:
-    """Rules about ranks that share sequences, of which an argument of the script has `told` a number, or 0."""
-    size = file.sequence_parallel_size
-    if told and size not in (1, told):
-        yield f"sequence_parallel_size: got {size}, and mpu says {told}; keep one of the two"
-    yield from indivisible("sequence_parallel_size", told or size, world_size)
-
-
 def sharding(file: File, world_size: int) -> Iterator[str]:
     """Rules about the stage, offload, and groups of ranks smaller than the world."""
     zero = file.zero_optimization

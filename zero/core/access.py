@@ -17,7 +17,7 @@ from torch import nn
 from zero.core import comm
 from zero.core.owner import Owner, owner_of
 from zero.core.state import State
-from zero.core.world import local_device
+from zero.core.values import is_part
 
 # What the modifier's rank tells the others of each parameter.
 _SAME, _WRITTEN, _UNFIT = 0, 1, 2
@@ -41,6 +41,8 @@ class GatheredParameters:
     to the caller after that. On leaving with `modifier_rank` the values of that rank replace everyone's. What it wrote
     is exact from then on; elements that it did not change keep their exact masters. Without `modifier_rank`, a
     parameter that was changed raises RuntimeError, because the change would be lost or would differ between ranks.
+    Of a part of a larger parameter each rank reads and writes its own: among ranks that do not share it with
+    `modifier_rank`, the one in its place counts.
     `param.data` may be replaced by a tensor of the same shape and dtype; by another, every rank raises RuntimeError,
     and the parameter keeps its values.
 
@@ -71,7 +73,7 @@ class GatheredParameters:
         self._owners = sorted(owners.values(), key=lambda owner: (owner.unit.index, owner.index))
         self._units = list({id(owner.unit): owner.unit for owner in self._owners}.values())
         for unit in self._units:
-            _check_rank(modifier_rank, unit.mesh.data.ranks)
+            _check_rank(modifier_rank, unit.mesh.world.ranks)
         self._modifier_rank = modifier_rank
         self._were_full: list[bool] = []
         self._versions: list[int] = []
@@ -139,13 +141,15 @@ class GatheredParameters:
         if not self._owners:
             return states
         said = torch.tensor(states, dtype=torch.uint8)
-        for axis in {id(axis): axis for axis in (unit.mesh.data for unit in self._units)}.values():
-            sent = said.to(local_device()) if axis.native else said
-            comm.broadcast(sent, axis.ranks.index(self._modifier_rank), axis)
-            said = sent.cpu()
+        for mesh in {id(unit.mesh.data): unit.mesh for unit in self._units}.values():
+            comm.broadcast(said, mesh.counterpart(self._modifier_rank), mesh.data)
         states = said.tolist()
         for owner, state, before in zip(self._owners, states, self._before, strict=True):
-            source = owner.unit.mesh.data.ranks.index(self._modifier_rank)
+            mesh = owner.unit.mesh
+            source, beside = mesh.counterpart(self._modifier_rank), mesh.beside
+            if mesh.data.rank == source and not is_part(owner):
+                first = beside.ranks.index(self._modifier_rank) if self._modifier_rank in beside.ranks else 0
+                comm.broadcast(owner.param, first, beside, owner.unit.plan.name)
             owner.unit.edited.remove(owner.index)
             # Values travel in any case: what is written through `param.data` leaves no trace in the version.
             owner.unit.overwrite(owner.index, source, None if state == _WRITTEN else before)

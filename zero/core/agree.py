@@ -37,17 +37,31 @@ def agree(
     return [each for _, each in said]
 
 
-def alike(lines: Sequence[str], over: Axis, what: str, nothing: str = "nothing") -> None:
+def alike(
+    lines: Sequence[str],
+    over: Axis,
+    what: str,
+    nothing: str = "nothing",
+    groups: Sequence[Sequence[int]] | None = None,
+) -> None:
     """Raise RuntimeError on all ranks, with the first line that differs and who says what, unless all say the same.
 
     Collective. `what` stands in front of the error, with `{index}` for the index of the line; `nothing` is said of a
-    rank whose lines have ended there.
+    rank whose lines have ended there. `groups`: places of ranks that must say the same; default all.
     """
     lines = [line.replace("\n", " ") for line in lines]
-    digests = agree(hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest(), over)
-    if len(set(digests)) > 1:
-        index, there = first_difference(agree(lines, over))
-        raise RuntimeError(f"{what.format(index=index)}: {difference_text(there, nothing, over.ranks)}")
+    digests = agree(digest_of(lines), over)
+    groups = [range(over.size)] if groups is None else groups
+    if differing := [group for group in groups if len({digests[place] for place in group}) > 1]:
+        said = agree(lines, over)
+        index, there = first_difference([said[place] for place in differing[0]])
+        ranks = [over.ranks[place] for place in differing[0]]
+        raise RuntimeError(f"{what.format(index=index)}: {difference_text(there, nothing, ranks)}")
+
+
+def digest_of(value: Any) -> str:
+    """What is equal for equal values, and hardly ever else; of whatever JSON holds."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
 def _texts(text: str, over: Axis, name: str) -> list[str]:

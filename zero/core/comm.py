@@ -213,7 +213,7 @@ def broadcast(tensor: torch.Tensor, source: int, axis: Axis, unit: str = "") -> 
     tensor = tensor.detach()
     for dim, stride in enumerate(tensor.stride()):
         tensor = tensor if stride else tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
-    sent = tensor.contiguous()
+    sent = (tensor.to(local_device()) if axis.native else tensor).contiguous()  # NCCL sends from GPU memory only
     leaves = sent.nbytes if axis.rank == source else 0
     collective = axis.watchdog.begin("broadcast", unit, leaves, axis.ranks, (axis.ranks[source],))
     with axis.watchdog.sending(collective):
@@ -256,13 +256,36 @@ def deal(values: torch.Tensor, numel: int, axis: Axis) -> torch.Tensor:
     return own
 
 
-def exchange(flat: torch.Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis, what: str) -> torch.Tensor:
-    """Send each rank `sends[rank]` elements of `flat` [sum], in order, and return the `receives[rank]` of each [sum].
+class Exchange(NamedTuple):
+    """An exchange in flight. Keeps what leaves and what comes alive."""
 
-    Blocking, as far as the current stream; `what` they are, for messages.
+    works: Sequence[dist.Work]
+    sent: torch.Tensor
+    received: torch.Tensor
+    pending: Pending | None
+    device: torch.device
+
+    def wait(self) -> torch.Tensor:
+        """What has come (on CUDA: as the current stream will see it)."""
+        if self.pending is not None:
+            self.pending.wait(self.works)
+        return self.received.to(self.device)
+
+
+def exchange(flat: torch.Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis, what: str) -> torch.Tensor:
+    """As `begin_exchange`; blocking, as far as the current stream."""
+    return begin_exchange(flat, sends, receives, axis, what).wait()
+
+
+def begin_exchange(
+    flat: torch.Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis, what: str
+) -> Exchange:
+    """Start to send each rank `sends[rank]` elements of `flat` [sum], in order; `receives[rank]` of each come [sum].
+
+    `what` they are, for messages. Ranks begin the exchanges along an axis in one order.
     """
     if axis.size == 1:
-        return flat
+        return Exchange((), flat, flat, None, flat.device)
     sent = flat if axis.native else flat.cpu()  # gloo sends from host memory only
     out = torch.empty(sum(receives), dtype=flat.dtype, device=sent.device)
     leaves = (flat.numel() - sends[axis.rank]) * flat.itemsize
@@ -276,8 +299,7 @@ def exchange(flat: torch.Tensor, sends: Sequence[int], receives: Sequence[int], 
             came, leaves = (part.split(count) for part, count in zip(parts, counts, strict=True))
             came[axis.rank].copy_(leaves[axis.rank])
             works = _trade(leaves, came, axis, collective)
-    axis.watchdog.wait(works, collective)
-    return out.to(flat.device)
+    return Exchange(works, sent, out, Pending(collective, axis.watchdog), flat.device)
 
 
 class Passage(NamedTuple):

@@ -51,14 +51,13 @@ class FirstNotFinite:
 
         A collective; called when the norm said that there is one, with the reduced gradients still there.
         """
-        position, count = self._found or self._scan(), len(self._names)
-        key = math.inf if position is None else position[0] * count + position[1]
-        least = min(agree(key, self.world))
-        if math.isinf(least):
+        position = self._found or self._scan()
+        said = agree(position and [*position, self._names[position[1]]], self.world)
+        if not any(said):
             return ALL_FINITE
-        backward, index = divmod(int(least), count)
+        backward, _, name = min(filter(None, said))
         found = f" (micro-step {backward} of {max(backward, self.backwards)})" if self.enabled else ""
-        return f"the gradient of parameter '{self._names[index]}' is not finite{found}"
+        return f"the gradient of parameter '{name}' is not finite{found}"
 
     def _all_finite(self) -> bool:
         totals: dict[torch.device, torch.Tensor] = {}  # gradients may lie in host memory, too

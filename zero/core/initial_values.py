@@ -13,7 +13,7 @@ from torch import nn
 from zero.compat.bitsandbytes import beside
 from zero.core import comm
 from zero.core.mesh import Mesh
-from zero.core.owner import owner_of
+from zero.core.owner import is_released, owner_of
 from zero.core.world import Axis
 from zero.kernels.remainder import write_remainder, write_rounded
 from zero.plan.layout import Span
@@ -73,7 +73,7 @@ def share_beside(params: Sequence[nn.Parameter], axis: Axis, label: str) -> None
 def share_equal(params: Sequence[nn.Parameter], plan: UnitPlan, axis: Axis) -> None:
     """Take from the first rank the values of those that are the same on all ranks of the axis; collective."""
     for spec, param in zip(plan.params, params, strict=True) if axis.size > 1 else ():
-        if spec.cut is None and owner_of(param) is None:  # one that is built under zero.Init has rank 0's values
+        if spec.cut is None and not is_released(param):  # one that was built under zero.Init has rank 0's values
             comm.broadcast(param.data, 0, axis, plan.name)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zero.core.world import Axis, World, world_of_one
-from zero.plan.grid import DATA, DENSE, Grid, UnitAxes
+from zero.plan.grid import AXES, DATA, DENSE, EXPERT_AXES, Grid, UnitAxes
 from zero.plan.layout import Layout, Span
 from zero.plan.sharding import Sharding, summed_here
 
@@ -27,6 +27,7 @@ class Mesh:
     data:      all ranks of both, which hold the unit: for its first values, and what one of them tells the others;
     counts:    whether this rank counts its span in norms, and writes it: not where others hold the same;
     beside:    the ranks that hold the same values, or the other parts of what is cut by a `Cut`, this one included;
+    world:     all ranks of the engine;
     order:     places in the world in the order of the spans that the ranks there count, group after group;
     secondary: with hpZ, the ranks of this node, which hold a second copy of the parameters cut among them, or None;
     across:    with hpZ, the ranks with the same place in the other nodes, this one included, or None.
@@ -36,6 +37,7 @@ class Mesh:
     replica: Axis
     data: Axis
     beside: Axis
+    world: Axis
     counts: bool = True
     order: tuple[int, ...] = (0,)
     secondary: Axis | None = None
@@ -54,6 +56,12 @@ class Mesh:
         span = layout.shard(self.span, self.data.size)
         return span if self.counts else span._replace(numel=0)
 
+    def counterpart(self, rank: int) -> int:
+        """The place along data of the one here that is where global `rank` is among those that it shares with."""
+        place = self.world.ranks.index(rank)
+        first = self.order.index(place) // self.data.size * self.data.size
+        return sorted(self.order[first : first + self.data.size]).index(place)
+
     @property
     def nested(self) -> bool:
         """Whether the ranks along shard follow each other, so that sums along shard first are those of neighbours."""
@@ -70,29 +78,24 @@ class Mesh:
 class Meshes:
     """Makes the meshes of one engine's units from the axes of its grid, each once; making one is collective.
 
+    grid: of all ranks of the world. What is not cut at all (stage 0) is repeated along the axes that it would be cut
+    along. State of dense units is cut over the ranks that share a sequence, too;
     secondary_size: ranks of a node for hpZ, a divisor of the world's size; 1 for none;
-    reduce: `zero.reduce`: see `summed_here`;
-    tp: ranks along which layers are cut, neighbours in the world; cp: ranks that share sequences, next to those. State
-    of dense units is cut over the ranks that share a sequence, too.
+    reduce: `zero.reduce`: see `summed_here`.
     """
 
     def __init__(
         self,
         world: World,
+        grid: Grid,
         sharding: Sharding,
-        shard_size: int = 0,
         secondary_size: int = 1,
         reduce: str = "auto",
         timeout: float = math.inf,
-        tp: int = 1,
-        cp: int = 1,
     ) -> None:
-        """`shard_size`: ranks that state of dense units is cut over, a divisor of the world's size; 0 for all."""
-        data = world.size // tp // cp
-        inner = (shard_size // cp or data) if sharding.optim else 1
-        self.grid = Grid(world.size, {"dp_replicate": data // inner, "dp_shard": inner, "cp": cp, "tp": tp})
-        self._sequence = "shard" if sharding.optim else "replica"  # the axis of dense units that it belongs to
-        self._dense = self._over_sequences(DENSE if tp == 1 else DENSE._replace(same=("tp",)))
+        self.grid = grid
+        self._cut = sharding.optim
+        self._dense = DENSE if grid.size("tp") == 1 else DENSE._replace(same=("tp",))
         self._world, self._timeout, self._reduce = world, timeout, reduce
         self._secondary_size = secondary_size
         self._axes: dict[tuple[tuple[int, ...], ...], Axis] = {}
@@ -103,30 +106,49 @@ class Meshes:
         """How many ranks have samples of their own, and over how many gradients are summed."""
         return self.grid.size(*DATA), self.grid.size(*DATA, "cp")
 
+    @property
+    def made(self) -> tuple[Mesh, ...]:
+        """Those that there are, whose spans are counted by different ranks."""
+        return tuple({mesh.order: mesh for mesh in self._made.values()}.values())
+
+    @property
+    def stage(self) -> Axis:
+        """The ranks that hold the same modules: all, but for those along pp; collective."""
+        return self.along(*AXES[1:])
+
     def along(self, *names: str) -> Axis:
         """The ranks along these axes of the grid; collective."""
         return self._along(self.grid.lists(*names), reduces=False)
 
     def of(self, axes: UnitAxes = DENSE) -> Mesh:
         """The mesh of units that are cut and repeated along these axes of the grid."""
-        axes = self._dense if axes == DENSE else self._over_sequences(axes)
+        axes = self._on_grid(axes)
         if axes not in self._made:
             shard, replica = (self._with_sums(self._along(self.grid.lists(*names))) for names in axes[:2])
             lists = (self.grid.lists(*names) for names in ((*axes.shard, *axes.replica), axes.beside))
             data, beside = (self._along(places, reduces=False) for places in lists)
             counts = self.grid.ranks(axes.same, self._world.rank)[0] == self._world.rank
             order = self.grid.spans(axes)
-            self._made[axes] = Mesh(shard, replica, data, beside, counts, order, *self._secondary(axes))
+            self._made[axes] = Mesh(shard, replica, data, beside, self._world, counts, order, *self._secondary(axes))
         return self._made[axes]
 
-    def _over_sequences(self, axes: UnitAxes) -> UnitAxes:
-        """The axes with that of sequences among them."""
-        if self.grid.size("cp") == 1 or "cp" in {*axes.shard, *axes.replica}:
-            return axes
-        return axes._replace(**{self._sequence: (*getattr(axes, self._sequence), "cp")})
+    def alike(self, axes: UnitAxes) -> list[tuple[int, ...]]:
+        """The groups of places in the world that have the same parameters of these axes."""
+        axes = self._on_grid(axes)
+        return self.grid.lists(*axes.shard, *axes.replica, *axes.same)
+
+    def _on_grid(self, axes: UnitAxes) -> UnitAxes:
+        """The axes with that of sequences among them, and with those of sums; without a shard where nothing is cut."""
+        axes = self._dense if axes == DENSE else axes
+        shard, replica = axes.shard, (*axes.replica, *axes.sums)
+        if "cp" not in (*shard, *replica) and not {*EXPERT_AXES[2:]} & {*shard, *replica}:
+            shard, replica = ((*shard, "cp"), replica) if shard else (shard, (*replica, "cp"))
+        if not self._cut:
+            shard, replica = (), (*replica, *shard)
+        return UnitAxes(shard, replica, axes.same, axes.parts)
 
     def _secondary(self, axes: UnitAxes) -> tuple[Axis | None, Axis | None]:
-        if self._secondary_size == 1 or axes != self._dense:
+        if self._secondary_size == 1 or axes != self._on_grid(DENSE):
             return None, None
         size = self._world.size
         nodes = Grid(size, {"dp_replicate": size // self._secondary_size, "dp_shard": self._secondary_size})
@@ -159,4 +181,4 @@ class Meshes:
 def mesh_of_one() -> Mesh:
     """The mesh of a process that shares nothing with others, also where there is a process group."""
     alone = world_of_one().point()
-    return Mesh(alone, alone, alone, alone)
+    return Mesh(alone, alone, alone, alone, alone)

@@ -12,6 +12,8 @@ from zero.core.released import Released
 from zero.plan.cut import Cut
 from zero.plan.grid import DENSE, PARTS, UnitAxes
 
+_CUTS = "_zero_cuts"
+
 
 class Owner(NamedTuple):
     """Its name in the model, its unit, and its index there."""
@@ -43,6 +45,14 @@ class Owner(NamedTuple):
         return type(None), ()
 
 
+class PlacedParameter(nn.Parameter):
+    """A parameter whose axes and cut are known; its copies' are, too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As of any parameter."""
+        return placed_as(self, super().__deepcopy__(memo))
+
+
 def axes_of(param: torch.Tensor) -> UnitAxes:
     """The axes of the grid along which the ranks lie that will share the parameter, or do."""
     return getattr(param, "_zero_axes", DENSE)
@@ -53,21 +63,52 @@ def cut_of(param: torch.Tensor) -> Cut | None:
     return getattr(param, "_zero_cut", None)
 
 
-def set_cut(param: nn.Parameter, cut: Cut, axes: UnitAxes = PARTS) -> None:
+def set_cut(param: nn.Parameter, cut: Cut, axes: UnitAxes = PARTS, module: nn.Module | None = None) -> None:
     """Have an engine that is made later know that the parameter is a part of a larger one.
 
-    The other parts lie along those `axes` that say so. Raises ValueError for a cut with another number of elements.
+    The other parts lie along those `axes` that say so. `module`: the one that the parameter belongs to; then the cut is
+    kept there by name, and holds for whatever parameter takes the place of this one. Raises ValueError for a cut with
+    another number of elements, and for a module that has not this parameter.
     """
+    if is_released(param):
+        raise RuntimeError(
+            "set_cut() of a parameter that is sharded already, with the values of rank 0; call it where the parameter "
+            "is made, before its module is registered in another"
+        )
     if param.numel() != cut.numel:
         raise ValueError(f"Cut: its boxes have {cut.numel} elements, and the parameter {param.numel()}")
-    param._zero_cut = cut
-    param._zero_axes = axes
+    _place(param, axes, cut)
+    if module is not None:
+        names = [name for name, each in module._parameters.items() if each is param]
+        if not names:
+            raise ValueError(f"set_cut(module=...): this {type(module).__name__} has no such parameter of its own")
+        module.__dict__.setdefault(_CUTS, {})[names[0]] = axes, cut
 
 
 def share_along(axes: UnitAxes, params: Iterable[nn.Parameter]) -> None:
     """Have an engine that is made later cut and repeat these along `axes` of its grid; on all ranks alike."""
     for param in params:
-        param._zero_axes = axes
+        _place(param, axes, cut_of(param))
+
+
+def keep_cuts(module: nn.Module) -> None:
+    """Tell parameters of the cuts that modules keep by their names."""
+    for child in module.modules():
+        for name, placed in child.__dict__.get(_CUTS, {}).items():
+            if (param := child._parameters.get(name)) is not None:
+                _place(param, *placed)
+
+
+def placed_as(param: torch.Tensor, made: nn.Parameter) -> nn.Parameter:
+    """`made`, with the axes and the cut of `param`."""
+    _place(made, axes_of(param), cut_of(param))
+    return made
+
+
+def _place(param: nn.Parameter, axes: UnitAxes, cut: Cut | None) -> None:
+    if type(param) is nn.Parameter:
+        param.__class__ = PlacedParameter
+    param._zero_axes, param._zero_cut = axes, cut
 
 
 def owner_of(param: torch.Tensor) -> Owner | None:

@@ -21,7 +21,7 @@ from zero.core.agree import agree
 from zero.core.prefetcher import ParamPrefetcher
 from zero.core.reducer import Reducer
 from zero.core.unit import Unit
-from zero.core.world import World
+from zero.core.world import Axis
 from zero.watchdog.hang_report import difference_text
 
 
@@ -62,11 +62,12 @@ EXCHANGE = "exchange of who runs the next micro-batch of the step"
 class Rounds:
     """The rounds of the running step. Without `follows` it only counts this rank's own micro-batches.
 
-    follows: whether rounds are sequences of collectives, so that ranks without a micro-batch must take part.
+    world: the ranks that hold the same units; follows: whether rounds are sequences of collectives, so that ranks
+    without a micro-batch must take part.
     """
 
     def __init__(
-        self, units: Sequence[Unit], world: World, prefetcher: ParamPrefetcher, reducer: Reducer, follows: bool
+        self, units: Sequence[Unit], world: Axis, prefetcher: ParamPrefetcher, reducer: Reducer, follows: bool
     ) -> None:
         self._units, self._world = units, world
         self._prefetcher, self._reducer = prefetcher, reducer

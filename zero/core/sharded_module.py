@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 
 import torch
@@ -31,7 +32,8 @@ from zero.core.reducer import Reducer
 from zero.core.streaming import is_streamed
 from zero.core.torch_private import is_compiled, take_off
 from zero.core.unit import Unit
-from zero.core.world import World
+from zero.core.unit_table import UnitTable, agree_on_units
+from zero.core.world import Axis, World
 from zero.log import log_once, logger
 from zero.memory.available import Freed, give_back
 from zero.memory.state_placement import StatePlacement
@@ -48,8 +50,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class ShardedModule:
     """A module whose parameters live in units, and the two parts that move them.
 
-    world: all ranks; grid: their axes; data_size: how many have samples of their own; summed: over how many gradients
-    are.
+    world: all ranks; stage: those with the same modules; grid: the axes of all; data_size: how many have samples of
+    their own; summed: over how many gradients are; table: the trained units of all ranks; meshes: of those units, each
+    once, in one order on all ranks.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ShardedModule:
         sharding: Sharding,
         world: World,
         meshes: Meshes,
+        table: UnitTable,
         device: torch.device,
         numerics: MixedPrecisionPolicy,
         limits: Limits,
@@ -74,6 +78,7 @@ class ShardedModule:
         self.sharding = sharding
         self.world, self.grid, self.device = world, meshes.grid, device
         self.data_size, self.summed = meshes.sizes
+        self.stage, self.table, self.meshes = meshes.stage, table, meshes.made
         self.prefetcher = ParamPrefetcher(self.units, limits)
         self.reducer = Reducer(self.units, sharding, self.prefetcher, FirstNotFinite(self.trained, world))
         if any(unit.cut for unit in units):
@@ -112,6 +117,22 @@ class ShardedModule:
         for module in modules:
             for make in self._hooks.get(module, ()):
                 self._handles.setdefault(module, []).extend(make())
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, all units are whole: gathered once, for a block of many forwards and backwards; collective."""
+        kept = [unit for unit in self.units if unit.cut]
+        for unit in kept:
+            unit.gather()
+        for unit in kept:
+            unit.wait()
+            unit.holds += 1
+        try:
+            yield
+        finally:
+            for unit in kept:
+                unit.holds -= 1
+                unit.release()
 
     def accumulate_over(self, micro_batches: int) -> None:
         """From now on so many micro-batches add up in one step; to be said while there are no gradients."""
@@ -236,6 +257,7 @@ def wrap(
     prepare(module, device)
     plans = plan_module(module, groups, world.size, settings, numerics.formats.alignment)
     world.watchdog.units = [plan.name for plan in plans]
+    table = agree_on_units(plans, world)
     shared = [meshes.of(plan.axes) for plan in plans]
     by_name = dict(module.named_parameters())
     persistent = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
@@ -257,9 +279,9 @@ def wrap(
             units.append(unit := Unit(plan, params, index, shared[index], sharding.params, placement))
             _adopt(unit, device, sharding, numerics, section, index in persistent)
             freed.add(0 if device.type == "cuda" else unit.buffer.full.numel() * unit.buffer.full.itemsize)
-        _adopt_buffers(module, device, world, None if numerics.buffers is None else DTYPES[numerics.buffers])
+        _adopt_buffers(module, device, meshes.stage, None if numerics.buffers is None else DTYPES[numerics.buffers])
         give_back()
-        sharded = ShardedModule(module, units, sharding, world, meshes, device, numerics, limits, offload)
+        sharded = ShardedModule(module, units, sharding, world, meshes, table, device, numerics, limits, offload)
     except BaseException:
         _unwrap(module, units)
         if offload is not None:
@@ -403,10 +425,10 @@ def _awaited(module: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[
     return {child: tuple({unit.index: unit for unit in read}.values()) for child, read in found.items()}
 
 
-def _adopt_buffers(module: nn.Module, device: torch.device, world: World, dtype: torch.dtype | None) -> None:
+def _adopt_buffers(module: nn.Module, device: torch.device, stage: Axis, dtype: torch.dtype | None) -> None:
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 child._buffers[name] = buffer = buffer.to(device, dtype if buffer.is_floating_point() else None)
                 if buffer.numel():
-                    comm.broadcast(buffer, 0, world, "buffers")
+                    comm.broadcast(buffer, 0, stage, "buffers")

@@ -30,8 +30,6 @@ from zero.plan.units import UnitPlan
 class Unit(ShardedParams):
     """Parameters with one flat buffer, one shard, one gradient.
 
-    mean:      the factor from the sum of its gradients, over the ranks of `mesh` and the micro-batches of a step, to
-               their average;
     optimizer: returns the optimizer that updates it, or None; weak, because parameters outlive engines; engine: so too;
     left_by:   the `ShardedModule` that owned it, if that was dropped without giving the parameters back.
     """
@@ -47,7 +45,6 @@ class Unit(ShardedParams):
     ) -> None:
         cut = cut and (mesh.shard.size > 1 or placement.shard_offloaded)
         super().__init__(plan, ParamBuffer(plan, params, cut, mesh.data.global_rank), index, mesh, placement)
-        self.mean = 1.0
         self.gradients: Gradients | None = None
         self.optimizer: Callable[[], Any] = lambda: None  # until one is bound
         self.engine: Callable[[], Any] = lambda: None

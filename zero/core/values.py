@@ -34,20 +34,19 @@ def agree_on(owner: Owner, what: str, problem: Exception | None = None, flags: S
     where there is one, RuntimeError where another rank has one or does something else.
     """
     found: list[Any] = [*flags]
+    wrong = None if problem is None else f"rank {owner.unit.mesh.data.global_rank}: {problem}; nothing was changed"
     for axis in (owner.unit.mesh.data, owner.unit.mesh.beside):
-        said = agree([what, owner.name, None if problem is None else str(problem), *found], axis)
-        if problem is not None:
-            raise problem
-        for rank, (other, name, _, *_) in zip(axis.ranks, said, strict=True):
-            if (other, name) != (what, owner.name):
-                raise RuntimeError(
+        said = agree([what, owner.name, wrong, *found], axis)
+        for rank, (other, name, text, *_) in zip(axis.ranks, said, strict=True):
+            wrong = wrong or text
+            if wrong is None and (other, name) != (what, owner.name):
+                wrong = (
                     f"rank {axis.global_rank} does {what} with parameter '{owner.name}' and rank {rank} {other} with "
                     f"'{name}'; it is a collective, which all ranks must call with the same parameters in one order"
                 )
-        for rank, (_, _, text, *_) in zip(axis.ranks, said, strict=True):
-            if text is not None:
-                raise RuntimeError(f"rank {rank}: {text}; nothing was changed")
-        found = [any(each) for each in zip(*(more for _, _, _, *more in said), strict=True)]
+        found = [any(each) for each in zip(*(more for _, _, _, *more in said), strict=False)]
+    if wrong is not None:
+        raise problem or RuntimeError(wrong)
     return found
 
 
@@ -96,6 +95,11 @@ def own_part(owner: Owner, full: torch.Tensor) -> torch.Tensor:
         return full.reshape(-1)
     full = full.reshape(cut.shape)
     return torch.cat([_inside(full, box).reshape(-1) for box in cut.boxes])
+
+
+def is_part(owner: Owner) -> bool:
+    """Whether the parameter is a part of a larger one."""
+    return owner.unit.plan.params[owner.index].cut is not None
 
 
 def full_shape(owner: Owner) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ class Accumulation:
         sharded.reducer.on_flush.append(lambda: (ended() or bool)())
         self.rounds_of_ranks: Rounds | None = None
         if not config.managed_gradient_accumulation:
-            parts = sharded.units, sharded.world, sharded.prefetcher, sharded.reducer
+            parts = sharded.units, sharded.stage, sharded.prefetcher, sharded.reducer
             self.rounds_of_ranks = Rounds(*parts, sharded.sharding.grads)
         self._tell_reducer()
 
@@ -132,6 +132,12 @@ class Accumulation:
             yield
         finally:
             self._enter(Block.NONE)
+
+    @contextlib.contextmanager
+    def schedule(self) -> Iterator[None]:
+        """As `coalesce_grad_reduction`, with one reduction at every stage: whole gradients stay until the end."""
+        with self.coalesce_grad_reduction(), self._sharded.reducer.defer():
+            yield
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:

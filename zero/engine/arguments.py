@@ -23,10 +23,11 @@ from zero.config.override import override
 from zero.config.read import read
 from zero.config.unavailable import lookup
 from zero.core.init.deferred_param import DeferredParam
-from zero.core.owner import owner_of
+from zero.core.owner import axes_of, cut_of, owner_of
 from zero.launch.contract import CONFIG, SETS
 from zero.log import log_once
 from zero.optim.lr import build_scheduler
+from zero.plan.grid import UnitAxes
 
 Groups = list[dict[str, Any]]
 
@@ -207,16 +208,22 @@ def make_scheduler(scheduler: Any, optimizer: Any, settings: Config) -> Any:
     return scheduler
 
 
-def description(model: nn.Module, groups: Groups, settings: Config) -> list[str]:
-    """Lines to be compared between ranks: one per key of the configuration, then one per parameter in order."""
+def described_config(settings: Config) -> list[str]:
+    """Lines to be compared between ranks, one per key of the configuration."""
     values = settings.model_dump(include=set(_KEYS))
-    lines = [line for key in _KEYS if key in values for line in _flat(key, values[key])]
+    return [line for key in _KEYS if key in values for line in _flat(key, values[key])]
+
+
+def described_parameters(model: nn.Module, groups: Groups) -> dict[UnitAxes, list[str]]:
+    """Lines to be compared between the ranks that share parameters, one for each of these in order, by their axes."""
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
+    lines: dict[UnitAxes, list[str]] = {}
     for name, param in model.named_parameters():
         trained = f"group {group_of[id(param)]}" if id(param) in group_of else "no group"
-        shape, dtype = tuple(param.shape), str(param.dtype).removeprefix("torch.")
-        lines.append(
-            f"parameter '{name}' {shape} {dtype}, requires_grad={param.requires_grad}, {trained}{_whose(param)}"
+        shape, dtype, cut = tuple(param.shape), str(param.dtype).removeprefix("torch."), cut_of(param)
+        part = "" if cut is None else f", of {cut.shape} {cut.boxes}"
+        lines.setdefault(axes_of(param), []).append(
+            f"parameter '{name}' {shape} {dtype}{part}, requires_grad={param.requires_grad}, {trained}{_whose(param)}"
         )
     return lines
 

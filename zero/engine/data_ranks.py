@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero.config import Config, ConfigError
 from zero.core.world import group_of_members
 from zero.engine.arguments import only_one
-from zero.plan.grid import DATA, Grid, GridError
+from zero.plan.grid import DATA, Grid, GridError, by_axis
 
 _NOT_DATA = {"pp", "pipe", "pipeline", "cp", "sp", "sequence", "sequence_parallel", "context", "tp", "tensor", "ep"}
 _SEQUENCE_PARALLEL = ("get_sequence_parallel", "get_context_parallel")
@@ -19,26 +20,32 @@ _MODEL_PARALLEL = ("get_model_parallel_world_size", "get_tensor_model_parallel_w
 
 
 class DataRanks(NamedTuple):
-    """Data parallelism as the arguments of a call say it.
+    """The ranks of an engine as the arguments of a call say them.
 
-    group: its process group, None for the default one, or where there is none;
+    group: their process group, None for the default one, or where there is none;
     size, rank: of the group, and this process's place in it;
-    shard_size: the number of consecutive ranks that state is cut over, 0 where no argument says it;
-    source: the argument that says it, for messages;
-    model_parallel: the ranks of one replica of the model;
-    tp: neighbours that have parts of the same layers, and the same samples;
-    cp: neighbours that share sequences, and a caller that cuts them, as `mpu` says; 0 where the JSON does.
+    sizes: of axes of their grid, where an argument says them; source: that argument, for messages;
+    model_parallel: the ranks of one replica of the model, of which only those of the group are known;
+    cuts_sequences: the caller cuts sequences, not the engine; training_only: in eval it has a batch for each rank.
     """
 
     group: dist.ProcessGroup | None
     size: int
     rank: int
-    shard_size: int = 0
+    sizes: Mapping[str, int] = MappingProxyType({})
     source: str = ""
     model_parallel: int = 1
-    tp: int = 1
-    cp: int = 0
-    training_only: bool = False  # in eval that caller has a batch for each rank
+    cuts_sequences: bool = False
+    training_only: bool = False
+
+    @property
+    def shard_size(self) -> int:
+        """The number of data ranks that state is cut over, 0 where no argument says it."""
+        return self.sizes.get("dp_shard", 0) * self.sizes.get("cp", 1)
+
+    def place(self, grid: Grid) -> int:
+        """This process's place among those that have samples of their own."""
+        return grid.ranks(DATA, self.rank).index(self.rank)
 
     def sharded_over(self, settings: Config) -> int:
         """The number of ranks that state is cut over, of the config or the mesh; 0 for all. ConfigError if they differ.
@@ -77,6 +84,9 @@ def data_ranks(
 ) -> DataRanks:
     """What the arguments of one call say; collective where a mesh needs a process group of its own.
 
+    layers_are_cut: some parameter is known as a part of a larger one, so that the ranks of `mpu` that share layers are
+    taken into the grid; else each works with the ranks of its data-parallel group only.
+
     Raises ValueError for arguments that do not fit together, ConfigError for sizes that do not fit the ranks there are.
     """
     name, value = only_one("initialize()", mesh_param=mesh_param, device_mesh=device_mesh, mpu=mpu)
@@ -85,15 +95,14 @@ def data_ranks(
     if not name:
         return DataRanks(None, world, rank)
     if name == "mpu":
-        return _of_mpu(value)
+        return _of_mpu(value, layers_are_cut)
     if isinstance(value, DeviceMesh):
         return _of_device_mesh(value, name)
-    grid = _grid(value, name, world, ("tp",) * layers_are_cut)
-    tp = grid.size("tp")
-    return DataRanks(None, world // tp, rank // tp, grid.size("dp_shard"), f"{name}={value!r}", tp=tp)
+    sizes = _sizes(value, name, world)
+    return DataRanks(None, world, rank, sizes, f"{name}={value!r}", cuts_sequences=sizes.get("cp", 1) > 1)
 
 
-def _of_mpu(mpu: Any) -> DataRanks:
+def _of_mpu(mpu: Any, layers_are_cut: bool) -> DataRanks:
     for start in _SEQUENCE_PARALLEL:
         asked = getattr(mpu, f"{start}_world_size", None)
         if callable(asked) and (size := int(asked())) > 1:
@@ -101,9 +110,15 @@ def _of_mpu(mpu: Any) -> DataRanks:
     asked = getattr(mpu, "get_data_parallel_group", None)
     if not callable(asked):
         raise ValueError(f"mpu: got a {type(mpu).__name__}; wanted an object with get_data_parallel_group()")
-    group = asked()
     found = (getattr(mpu, name, None) for name in _MODEL_PARALLEL)
-    return _of_group(group, "mpu", 0, next((int(size()) for size in found if callable(size)), 1))
+    size = next((int(size()) for size in found if callable(size)), 1)
+    if layers_are_cut and size > 1:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        ranks, wanted = dist.get_process_group_ranks(asked()), Grid(world, {"tp": size}).ranks(DATA, rank)
+        if ranks != list(wanted):
+            raise ValueError(f"mpu: ranks {ranks} share parameters; with tp {size} innermost wanted {list(wanted)}")
+        return DataRanks(None, world, rank, {"tp": size}, "mpu")
+    return _of_group(asked(), "mpu", {}, size)
 
 
 def _sharing(mpu: Any, group: dist.ProcessGroup, size: int) -> DataRanks:
@@ -113,14 +128,15 @@ def _sharing(mpu: Any, group: dist.ProcessGroup, size: int) -> DataRanks:
         raise ValueError(f"mpu: ranks {ranks} share sequences; wanted {size} neighbours of {world} ranks, in order")
     if any(callable(one := getattr(mpu, name, None)) and int(one()) > 1 for name in _MODEL_PARALLEL):
         raise ValueError("mpu: got ranks that share layers and ranks that share sequences; wanted one of the two")
-    return DataRanks(None, world, rank, source="mpu", cp=size, training_only=getattr(mpu, "disable_in_eval", False))
+    only = getattr(mpu, "disable_in_eval", False)
+    return DataRanks(None, world, rank, {"cp": size}, "mpu", cuts_sequences=True, training_only=only)
 
 
-def _of_group(group: dist.ProcessGroup, source: str, shard_size: int, model_parallel: int = 1) -> DataRanks:
+def _of_group(group: dist.ProcessGroup, source: str, sizes: Mapping[str, int], model_parallel: int = 1) -> DataRanks:
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(f"{source}: its data-parallel group does not hold this process (rank {dist.get_rank()})")
-    return DataRanks(group, dist.get_world_size(group), rank, shard_size, source, model_parallel)
+    return DataRanks(group, dist.get_world_size(group), rank, sizes, source, model_parallel)
 
 
 def _of_device_mesh(mesh: DeviceMesh, name: str) -> DataRanks:
@@ -137,16 +153,16 @@ def _of_device_mesh(mesh: DeviceMesh, name: str) -> DataRanks:
     if ranks != sorted(ranks):
         raise ValueError(f"{name}: got ranks in the order {ranks}; wanted them ascending, shards innermost")
     source = f"{name} of shape {tuple(mesh.shape)}"
-    shard_size = mesh.shape[1] if mesh.ndim == 2 else 0
+    sizes = dict(zip(DATA, mesh.shape, strict=True)) if mesh.ndim == 2 else {}
     if len(ranks) == dist.get_world_size():
-        return _of_group(dist.group.WORLD, source, shard_size)
+        return _of_group(dist.group.WORLD, source, sizes)
     # Ranks outside of the mesh know nothing of its group.
     group = mesh.get_group() if mesh.ndim == 1 else group_of_members(ranks)
-    return _of_group(group, source, shard_size)
+    return _of_group(group, source, sizes)
 
 
-def _grid(value: Any, name: str, world: int, more: tuple[str, ...]) -> Grid:
-    """From (replicas, shards) or a mapping from names of axes to sizes; `more`: axes beside these two."""
+def _sizes(value: Any, name: str, world: int) -> dict[str, int]:
+    """Of (replicas, shards), or a mapping from names of axes to sizes, which `world` ranks must make up."""
     if isinstance(value, tuple | list) and len(value) == 2:
         value = dict(zip(DATA, value, strict=True))
     if not isinstance(value, Mapping):
@@ -155,9 +171,9 @@ def _grid(value: Any, name: str, world: int, more: tuple[str, ...]) -> Grid:
             '{"dp_replicate": 2, "dp_shard": 4}'
         )
     try:
-        grid = Grid(world, dict(value))
+        sizes = by_axis(value)
+        ep = sizes.pop("ep", 1)
+        grid = Grid(world, sizes, ep)
     except GridError as error:
         raise ConfigError([f"{name}: {error}"]) from None
-    if grid.size(*DATA, *more) != world:
-        raise ValueError(f"{name}: got {value!r}; only the axes {' and '.join(DATA)} can be larger than 1 yet")
-    return grid
+    return {**sizes, "dp_shard": grid.size("dp_shard"), "ep": ep}

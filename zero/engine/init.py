@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.config import load
+from zero.config.file import File
+from zero.config.grid_sizes import Told, grid_of
 from zero.config.sections import TIMEOUT
 from zero.core.init.builder import Builder, running
 from zero.core.init.deferred_param import DeferredParam, ShardStorage
@@ -22,6 +24,7 @@ from zero.engine.arguments import launched_config, only_one
 from zero.engine.assignment import assigned_run
 from zero.engine.data_ranks import data_ranks
 from zero.engine.joining import init_distributed
+from zero.plan.grid import Grid
 from zero.plan.sharding import Sharding
 
 _DATA_PARALLEL = "groups are made from the configuration, as by sequence_parallel_size; leave it out"
@@ -63,6 +66,7 @@ class Init:
     pin_memory:    page-lock them there;
     data_parallel_group: the ranks that the shards are cut over; default: all;
     mpu:           Megatron's object, whose data-parallel group is taken;
+    mesh_param:    sizes of axes, as of `zero.initialize`, where the configuration does not say them;
     mem_efficient_linear: accepted, without effect.
 
     A block inside of another has no effect of its own. If the block raises, what was not cut yet becomes plain
@@ -87,8 +91,9 @@ class Init:
         sequence_data_parallel_group: Any = None,
         param_swapper: Any = None,
         tensor_overrides: Any = None,
+        mesh_param: Any = None,
     ) -> None:
-        only_one("Init", mpu=mpu, data_parallel_group=data_parallel_group)
+        only_one("Init", mpu=mpu, data_parallel_group=data_parallel_group, mesh_param=mesh_param)
         _, source = only_one("Init", config=config, config_dict_or_path=config_dict_or_path)
         if not isinstance(data_parallel_group, dist.ProcessGroup | None):
             raise ValueError(f"Init(data_parallel_group=...): got {data_parallel_group!r}; wanted a process group")
@@ -110,10 +115,13 @@ class Init:
         if not enabled:
             return
         init_distributed()
-        self._group = data_parallel_group if mpu is None else data_ranks(mpu=mpu).group
+        data = data_ranks(mesh_param=mesh_param, mpu=mpu)
+        self._group, self._grid = data_parallel_group or data.group, None
+        if data.sizes:
+            self._grid = grid_of(File(), data.size, Told(data.sizes, data.source))[0]
         source = launched_config() if source is None else source
         if source is not None:
-            self._configure(source)
+            self._configure(source, Told(data.sizes, data.source))
         if module is not None and self._enabled:
             self._convert(module)
 
@@ -133,15 +141,18 @@ class Init:
     def _builder(self) -> Builder:
         assigned = assigned_run()
         if assigned is not None and assigned.plain:  # plain torch has nothing cut, and takes rank 0's values by itself
-            return Builder(mesh_of_one(), self._storage, self._dtype)
+            return Builder(lambda axes: mesh_of_one(), self._storage, self._dtype)
         world = make_world(self._timeout, group=self._group)
-        meshes = Meshes(world, Sharding(optim=True, grads=True, params=True), timeout=self._timeout)
-        return Builder(meshes.of(), self._storage, self._dtype)
+        sharding, sizes = Sharding(optim=True, grads=True, params=True), {}
+        if self._grid is not None:  # shards lie on all data ranks, also where an engine will repeat them
+            sizes = {axis: self._grid.size(axis) for axis in ("pp", "cp", "tp")}
+        grid = Grid(world.size, sizes, ep=1 if self._grid is None else self._grid.size("ep"))
+        return Builder(Meshes(world, grid, sharding, timeout=self._timeout).of, self._storage, self._dtype)
 
-    def _configure(self, source: str | PathLike | Mapping[str, Any]) -> None:
+    def _configure(self, source: str | PathLike | Mapping[str, Any], told: Told) -> None:
         world_size = dist.get_world_size(self._group) if dist.is_initialized() else 1
-        settings = load(source, world_size, filled=False)
-        self._timeout = settings.zero.timeout
+        settings = load(source, world_size, told, filled=False)
+        self._grid, self._timeout = settings.grid, settings.zero.timeout
         section = settings.zero_optimization
         self._enabled = Sharding.of_stage(section.stage).params
         place = section.offload_param.device

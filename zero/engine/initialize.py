@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zero.config import Config, load
+from zero.config.grid_sizes import Told
 from zero.config.optimizers import MuonParams
 from zero.config.read import read
 from zero.config.sections import TIMEOUT
@@ -24,7 +25,7 @@ from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import Meshes
 from zero.core.mixed_precision import UNKNOWN, MixedPrecisionPolicy
 from zero.core.offload import is_enabled
-from zero.core.owner import cut_of
+from zero.core.owner import axes_of, cut_of, keep_cuts
 from zero.core.refusals import in_channels_last, refusals
 from zero.core.sharded_module import ShardedModule, reclaim, wrap
 from zero.core.streaming import refuse_streaming
@@ -37,7 +38,8 @@ from zero.engine.arguments import (
     Groups,
     check_places,
     client_optimizer,
-    description,
+    described_config,
+    described_parameters,
     make_scheduler,
     parameter_groups,
     resolve_config,
@@ -59,8 +61,9 @@ from zero.optim.muon_groups import muon_groups
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.parallel.shared import SharedSequences
+from zero.plan.cut import Box, Cut, cover_error
 from zero.plan.formats import Formats
-from zero.plan.grid import DATA
+from zero.plan.grid import DATA, UnitAxes
 from zero.plan.order import Limits
 from zero.plan.sharding import Sharding
 from zero.recompute.modules import Recomputing
@@ -106,6 +109,7 @@ def initialize(
     check_places(args, model, optimizer, model_parameters, (config, config_params) != (None, None))
     source = resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
+    keep_cuts(model)
     layers_are_cut = any(cut_of(param) is not None for param in model.parameters())
     data = data_ranks(mesh_param, device_mesh, mpu, layers_are_cut)
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
@@ -115,8 +119,7 @@ def initialize(
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
     loader = None
     if training_data is not None:
-        place = data.rank // settings.sequence_parallel_size
-        loader = make_loader(settings, device, place, training_data, collate_fn=collate_fn)
+        loader = make_loader(settings, device, data.place(settings.grid), training_data, collate_fn=collate_fn)
     if assigned is not None and assigned.plain:
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
@@ -147,7 +150,7 @@ def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, por
 
 
 def _load(source: Any, data: DataRanks, stand_ins: list[str], assigned: Any, model: nn.Module) -> Config:
-    ranks = data.size, data.cp
+    ranks = data.size, Told(data.sizes, data.source)
     settings = load(source, *ranks, filled=assigned is None, stand_ins=stand_ins, checks=_CHECKS)
     if assigned is not None:
         settings = load(assigned.config(settings, model), *ranks, filled=False)
@@ -176,10 +179,9 @@ def _make_engine(
     world = make_world(zero.timeout, zero.check_order, data.group, same)
     sharded = sharing = None
     try:
-        sizes = shard_size, settings.secondary_shard_size
-        meshes = Meshes(world, sharding, *sizes, zero.reduce, zero.timeout, data.tp, cp)
+        meshes = Meshes(world, settings.grid, sharding, settings.secondary_shard_size, zero.reduce, zero.timeout)
         with world.watchdog.call(Phase.INITIALIZE):
-            _agree(model, groups, settings, sharding, world)
+            _agree(model, groups, settings, sharding, world, meshes)
             if (other := sharer(model, settings)) is not None and zero_optimizer is None:
                 world.watchdog.close()
                 return follower(other)
@@ -194,7 +196,7 @@ def _make_engine(
             number = found[0][0]
             warn_of_splits([digest for _, digest in found])
             if cp > 1:
-                how = zero.context, not data.cp, data.training_only
+                how = zero.context, not data.cuts_sequences, data.training_only
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
             over = meshes.along(*DATA)
             engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing)
@@ -211,15 +213,51 @@ def _make_engine(
     return engine
 
 
-def _agree(model: nn.Module, groups: Groups, settings: Config, sharding: Sharding, world: World) -> None:
-    """Raise ValueError on all ranks where no engine can be made, or they would not make the same; collective."""
+def _agree(
+    model: nn.Module, groups: Groups, settings: Config, sharding: Sharding, world: World, meshes: Meshes
+) -> None:
+    """Raise ValueError on all ranks where no engine can be made, or they would not make the same; collective.
+
+    All ranks make the meshes of all, though they may hold different units.
+    """
     leaf = settings.zero_optimization.leaf_module
     mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
     refused = refusals(model, bool(groups), sharding.params or is_enabled(settings.zero_optimization))
     refused += unwritable(settings.zero.alarm)
-    alike(refused or description(model, groups, settings), world, "the ranks do not initialize the same engine")
+    what = "the ranks do not initialize the same engine"
+    alike(refused or described_config(settings), world, what)
     if refused:
         raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
+    lines = described_parameters(model, groups)
+    for axes in dict.fromkeys(UnitAxes(*map(tuple, each)) for said in agree([*lines], world) for each in said):
+        alike(lines.get(axes, ()), world, what, groups=meshes.alike(axes))
+        meshes.of(axes)
+    _check_cuts(model, meshes, world)
+
+
+def _check_cuts(model: nn.Module, meshes: Meshes, world: World) -> None:
+    """Raise ValueError on all ranks where parts of a parameter do not make it up, or nothing is cut; collective."""
+    cuts: dict[UnitAxes, dict[str, Cut]] = {}
+    for name, param in model.named_parameters():
+        if (cut := cut_of(param)) is not None:
+            cuts.setdefault(axes_of(param), {})[name] = cut
+    problems = []
+    for axes, named in cuts.items():
+        boxes: dict[str, list[Box]] = {name: [] for name in named}
+        for each in agree({name: cut.boxes for name, cut in named.items()}, meshes.of(axes).beside):
+            for name, found in each.items():
+                boxes.setdefault(name, []).extend(Box(*map(tuple, box)) for box in found)
+        problems += [
+            f"initialize(): the ranks' parts of parameter '{name}' {cut.shape} do not make it up: {problem}"
+            for name, cut in named.items()
+            if (problem := cover_error(cut.shape, boxes[name]))
+        ]
+    found = agree(ValueError(problems[0]) if problems else bool(cuts), world)
+    if (tp := meshes.grid.size("tp")) > 1 and not any(found):
+        raise ValueError(
+            f"initialize(): tp is {tp}, and no parameter of the model is a part of a larger one, so that ranks would "
+            "do the same work: no layers are cut for you yet; cut them and say so by zero.set_cut, or leave tp out"
+        )
 
 
 def _wrap(

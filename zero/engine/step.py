@@ -56,6 +56,7 @@ from zero.monitor.comms import Traffic, table
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
 from zero.parallel.shared import SharedSequences
+from zero.plan.grid import DATA
 from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
 
@@ -78,7 +79,7 @@ class TrainingStep:
         every = config.zero.check_replicas
         self.recomputing = recomputing
         self.progress = Progress(config, sharded, optimizer, status, device)
-        self.record = StepRecord(sharded.world, device, status, sharded.world.size // sharded.data_size)
+        self.record = StepRecord(sharded.world, device, status, sharded.grid.ranks(DATA, 0))
         self.sharing = sharing
         self.randomness = Randomness(sharded.world, device) if sharded.numerics.tree else None
         self.replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None

@@ -26,10 +26,10 @@ _BELOW = (1 << 53) - 1  # of a hash as many bits as fp64 holds exactly
 
 
 class StepRecord:
-    """The running optimizer step of one rank; `alike` neighbours are to have the same batches."""
+    """The running optimizer step of one rank; ranks at the places `unlike` in the world are to have other batches."""
 
-    def __init__(self, world: World, device: torch.device, status: Status, alike: int = 1) -> None:
-        self._alike = alike
+    def __init__(self, world: World, device: torch.device, status: Status, unlike: Sequence[int]) -> None:
+        self._unlike = unlike
         self._status = status
         self._device = device
         self._loss: torch.Tensor | None = None
@@ -96,7 +96,7 @@ class StepRecord:
                 text = "the loss of step %d is %s on %s%s; torch.autograd.set_detect_anomaly(True) names what made it"
                 rank_zero(logging.WARNING, text, status.global_steps, next(iter(bad.values())), ranks_text(bad), count)
         alike: dict[float, list[int]] = {}
-        for rank, each in list(reports.items())[:: self._alike]:
+        for rank, each in [list(reports.items())[place] for place in self._unlike]:
             alike.setdefault(each.batch, []).append(rank)
         alike.pop(0.0, None)
         if same := next((ranks for ranks in alike.values() if len(ranks) > 1), None):

@@ -9,11 +9,12 @@ import torch
 
 from zero.core import comm
 from zero.core.agree import agree
-from zero.core.owner import Owner, owner_of
+from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import TAGS, Unit
+from zero.core.values import is_part
 from zero.engine.status import Status
-from zero.engine.weight_streams import to_the_end, unit_by_unit, walk
+from zero.engine.weight_streams import Listed, list_tensors, to_the_end, walk
 from zero.kernels.marks import Changes, WeightUpdate, nbytes, unpack
 from zero.log import rank_zero
 
@@ -62,44 +63,46 @@ class WeightUpdates:
         codes = self._agreed(asked, since)
         if steps[-1:] != [self._status.global_steps]:
             self._begin()
-        state = unit_by_unit(self._sharded.module.state_dict(keep_vars=True))
-        values = {name: value for name, value in state.items() if self._code(owner_of(value), codes) != _NOTHING}
+        tensors = list_tensors(self._sharded.module.state_dict(keep_vars=True), self._sharded)
+        tensors = [each for each in tensors if self._code(each, codes) != _NOTHING]
         here = not rank0_only or self._sharded.world.writes
-        return to_the_end(self._found(values, asked, codes), self._status, here)
+        return to_the_end(self._found(tensors, asked, codes), self._status, here)
 
     def _begin(self) -> None:
         units = self._sharded.units
         self._kept.append((self._status.global_steps, [unit.shard.watch_changes() for unit in units]))
         del self._kept[:-_KEPT]
 
-    def _agreed(self, asked: list[list[Changes]], since: int | None) -> list[int]:
+    def _agreed(self, asked: list[list[Changes]], since: int | None) -> dict[str, int]:
         """What each unit has to give, over all ranks; RuntimeError where they ask for different things."""
-        own = [-1 if since is None else since, len(asked)]
-        for index in range(len(self._sharded.units)):
-            of_unit = [changes[index] for changes in asked]
+        own = {}
+        for unit in self._sharded.units:
+            of_unit = [changes[unit.index] for changes in asked]
             marked = _MARKED if any(each.steps is not None for each in of_unit) else _NOTHING
-            own.append(_ALL if not asked or any(each.all for each in of_unit) else marked)
-        rows = torch.tensor(agree(own, self._sharded.world))
-        if not rows[:, :2].eq(rows[0, :2]).all():
+            own[_key(unit)] = _ALL if not asked or any(each.all for each in of_unit) else marked
+        said = agree([-1 if since is None else since, len(asked), own], self._sharded.world)
+        if len({(step, count) for step, count, _ in said}) > 1:
             raise RuntimeError(
-                f"weight_updates(since=...): the ranks gave {rows[:, 0].tolist()} (-1 for None); it is a collective, "
-                "which all must call with one step"
+                f"weight_updates(since=...): the ranks gave {[step for step, *_ in said]} (-1 for None); it is a "
+                "collective, which all must call with one step"
             )
-        return rows[:, 2:].amax(0).tolist()
+        return {key: max(codes.get(key, _NOTHING) for *_, codes in said) for key in own}
 
-    def _code(self, owner: Owner | None, codes: list[int]) -> int:
-        if owner is None or owner.unit not in self._sharded.units:
+    def _code(self, item: Listed, codes: dict[str, int]) -> int:
+        owner = owner_of(item.value)
+        if item.holder is not None or owner is None or owner.unit not in self._sharded.units:
             return _ALL
-        return codes[owner.unit.index]
+        code = codes[_key(owner.unit)]
+        return _ALL if code == _MARKED and is_part(owner) else code
 
     @torch.no_grad()
     def _found(
-        self, values: dict[str, torch.Tensor], asked: list[list[Changes]], codes: list[int]
+        self, tensors: list[Listed], asked: list[list[Changes]], codes: dict[str, int]
     ) -> Iterator[WeightUpdate]:
         at, marks = None, None
-        for name, tensor in walk(values, self._sharded):
-            owner = owner_of(values[name])
-            if self._code(owner, codes) == _ALL:
+        for item, tensor in walk(tensors, self._sharded):
+            owner, name = owner_of(item.value), item.names[0]
+            if self._code(item, codes) == _ALL:
                 yield WeightUpdate(name, None, tensor.clone())
                 continue
             if at is not owner.unit:
@@ -107,6 +110,11 @@ class WeightUpdates:
             own = marks.narrow(0, owner.unit.plan.layout.spans[owner.name].start // 8, nbytes(tensor.numel()))
             if (update := _difference(name, tensor, own)) is not None:
                 yield update
+
+
+def _key(unit: Unit) -> str:
+    """What all ranks know a unit by."""
+    return unit.plan.params[0].name
 
 
 def _take_writes(unit: Unit) -> None:

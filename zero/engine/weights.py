@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,17 +20,19 @@ from zero.core.access import GatheredParameters
 from zero.core.agree import agree
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
-from zero.core.values import cut_out, write_exact, write_frozen
+from zero.core.values import cut_out, own_part, write_exact, write_frozen
 from zero.engine.checkpoint.save import TagValidation
 from zero.engine.status import Status
 from zero.engine.weight_streams import (
+    Listed,
     Merge,
     choose,
+    is_here,
+    list_tensors,
     merged,
+    shape_of,
     stream_model,
     to_the_end,
-    unit_by_unit,
-    unit_to_gather,
     walk,
 )
 from zero.engine.weight_updates import WeightUpdates
@@ -73,12 +75,14 @@ class Weights:
         self._status.check()
         destination = {} if destination is None else destination
         names = self._named_state(exclude_frozen_parameters, prefix)
-        whole = {} if keep_vars else self._whole(names, True)
-        for name, value in names.items():
-            if id(value) in whole:
-                destination[name] = whole[id(value)]
-            else:
-                destination[name] = value.detach() if isinstance(value, torch.Tensor) and not keep_vars else value
+        if keep_vars:
+            destination.update(names)
+            return destination
+        whole = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in names.items()}
+        tensors = list_tensors(names, self._sharded, of_all=False)
+        for item, tensor in walk([each for each in tensors if not is_here(each.value, self._sharded)], self._sharded):
+            whole |= dict.fromkeys(item.names, tensor.to("cpu", copy=True))
+        destination.update(whole)
         return destination
 
     def load_module_state_dict(
@@ -106,7 +110,8 @@ class Weights:
         names = self._sharded.module.state_dict(keep_vars=True)
         allowed = set(allowed_missing_keys or ())
         missing = [name for name in names if name not in state_dict and name not in allowed]
-        unmatched = Unmatched(missing, [name for name in state_dict if name not in names])
+        known = {name for each in list_tensors(names, self._sharded) for name in each.names} | {*names}
+        unmatched = Unmatched(missing, [name for name in state_dict if name not in known])
         packed = names_beside(self._sharded.module)
         fixed = {name: value for name, value in names.items() if name not in packed}
         self._all_agree(_misfits(fixed, state_dict, unmatched if strict else Unmatched([], [])))
@@ -117,9 +122,9 @@ class Weights:
                 if owner is None:
                     rest[name] = value
                 elif owner.unit.shard.master is None:
-                    write_frozen(owner, value)
+                    write_frozen(owner, own_part(owner, value))
                 else:
-                    whole = value.to(self._device, torch.float32).reshape(-1)
+                    whole = own_part(owner, value.to(self._device, torch.float32))
                     write_exact(owner, cut_out(owner, whole), whole)
         self._sharded.module.load_state_dict(load_beside(self._sharded.module, rest), strict=False)
         return unmatched
@@ -147,9 +152,9 @@ class Weights:
         Raises ValueError for a name that is none.
         """
         self._status.check()
-        values = unit_by_unit(choose(self._named_state(False), names))
+        tensors = choose(list_tensors(self._named_state(False), self._sharded), names)
         here = not rank0_only or self._sharded.world.writes
-        return to_the_end(merged(values, self._sharded, merge, dtype), self._status, here)
+        return to_the_end(merged(tensors, self._sharded, merge, dtype), self._status, here)
 
     def save_16bit_model(
         self,
@@ -185,9 +190,9 @@ class Weights:
                 "though zero_optimization.stage3_gather_16bit_weights_on_model_save is false",
             )
         if safe:
-            state = self._named_state(exclude_frozen_parameters)
+            tensors = list_tensors(self._named_state(exclude_frozen_parameters), self._sharded)
             keep = self._sharded.world.writes
-            problem = stream_model(state, self._sharded, path.parent, path.name, limit, keep)
+            problem = stream_model(tensors, self._sharded, path.parent, path.name, limit, keep)
         else:
             problem = self._save_torch(path, exclude_frozen_parameters)
         self._all_agree(problem, OSError)
@@ -216,12 +221,13 @@ class Weights:
             self._save_prompts(own, place, first)
             return
         state = self._adapters(self._named_state(False))
+        tensors = list_tensors(state, self._sharded)
         folder = place / f".{os.getpid()}.partial"
-        problem = stream_model(state, self._sharded, folder, NAME, None, first)
+        problem = stream_model(tensors, self._sharded, folder, NAME, None, first)
         try:
             if first and problem is None:
                 options = {"max_shard_size": max_shard_size}
-                problem = _problem(lambda: own(place, state_dict=_mapped(state, folder / NAME), **options))
+                problem = _problem(lambda: own(place, state_dict=_mapped(tensors, state, folder / NAME), **options))
         finally:
             if first:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -250,15 +256,11 @@ class Weights:
     def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole state_dict in host memory on rank 0, None elsewhere, where one unit at a time is in memory."""
         self._status.check()
-        names = self._named_state(exclude_frozen_parameters)
-        keep = self._sharded.world.writes
-        whole = self._whole(names, keep)
-        if not keep:
-            return None
-        for value in names.values():
-            if isinstance(value, torch.Tensor) and id(value) not in whole:
-                whole[id(value)] = value.detach().to("cpu", copy=True)
-        return {name: whole.get(id(value), value) for name, value in names.items()}
+        state, keep = self._named_state(exclude_frozen_parameters), self._sharded.world.writes
+        found = dict(state)
+        for item, tensor in walk(list_tensors(state, self._sharded), self._sharded):
+            found |= dict.fromkeys(item.names, tensor.to("cpu", copy=True)) if keep else {}
+        return found if keep else None
 
     def _adapters(self, names: Mapping[str, Any]) -> Mapping[str, Any]:
         """Those of `names` that rank 0's PEFT writes, where the module has adapters; else all. A collective."""
@@ -279,12 +281,6 @@ class Weights:
         self._sharded.prefetcher.release_all()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _whole(self, names: Mapping[str, Any], keep: bool) -> dict[int, torch.Tensor]:
-        """Host copies of those of `names` that are cut, by id; where not `keep`, ranks only help to gather them."""
-        cut = {name: value for name, value in unit_by_unit(names).items() if unit_to_gather(value, self._sharded)}
-        whole = walk(cut, self._sharded)
-        return {id(cut[name]): tensor.to("cpu", copy=True) for name, tensor in whole if keep}
 
     def _first_path(self, caller: str, *parts: Any) -> Path:
         """Rank 0's folder, or folder and name, on all ranks; raises on all of them. A collective."""
@@ -339,18 +335,17 @@ def _misfits(names: Mapping[str, Any], state_dict: Mapping[str, Any], unmatched:
         if name not in state_dict or not isinstance(value, torch.Tensor):
             continue
         shape = getattr(state_dict[name], "shape", None)
-        if shape != value.shape:
-            lines.append(f"'{name}' has shape {tuple(value.shape)}, the dictionary {shape and tuple(shape)}")
+        if shape != shape_of(value):
+            lines.append(f"'{name}' has shape {shape_of(value)}, the dictionary {shape and tuple(shape)}")
     return f"load_module_state_dict: {'; '.join(lines)}" if lines else None
 
 
-def _mapped(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _mapped(tensors: Iterable[Listed], state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The state_dict with its tensors in the memory that a file of them is mapped to; tied weights are one."""
     from safetensors.torch import load_file
 
     values = load_file(path)
-    whole = {id(value): values[name] for name, value in unit_by_unit(state).items()}
-    return {name: whole.get(id(value), value) for name, value in state.items()}
+    return {**state, **{name: values[each.names[0]] for each in tensors for name in each.names}}
 
 
 def _write(state: dict[str, Any], path: Path) -> None:

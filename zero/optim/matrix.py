@@ -12,6 +12,7 @@ divides its own momentum by the norm, in place. Ours stays unchanged.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from zero.kernels.moments import random_bits
 from zero.kernels.newton_schulz import newton_schulz
 from zero.optim.fused import FusedShardOptimizer
 from zero.optim.shard_optimizer import Group, Rows, Update
+from zero.plan.cut import Cut
 from zero.plan.layout import Fragment
 from zero.plan.matrices import Matrix, assign, matrices_of, pieces
 
@@ -47,7 +49,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
     marks_changes = False
 
     def __init__(self, params: MuonParams, compute_dtype: str, groups: Sequence[Group]) -> None:
-        if any(cut_of(param) is not None for group in groups if uses_muon(group) for param in group["params"]):
+        if not all(has_whole_matrices(param) for group in groups if uses_muon(group) for param in group["params"]):
             raise ValueError(
                 "Muon wants whole matrices, and this model has parts of some; set use_muon to false for these"
             )
@@ -137,6 +139,8 @@ class MatrixShardOptimizer(FusedShardOptimizer):
                     self._rows[matrix.name] = torch.zeros(matrix.rows, device=unit.buffer.full.device)
                 if load or (mine and matrix.name in self._rows):
                     first, of = matrix.start // matrix.cols, spec.numel // matrix.cols
+                    if spec.cut is not None:
+                        first, of = _in_full_stack(spec.cut, first), math.prod(spec.cut.shape) // matrix.cols
                     yield Rows(spec.name, first, of, self._rows[matrix.name])
 
     def nbytes(self, unit: Unit, group: Group) -> int:
@@ -183,6 +187,19 @@ def undone_where_nan(factor: float | torch.Tensor, tensors: Iterable[torch.Tenso
     yield
     for each, old in before:
         each.copy_(torch.where(factor.isnan(), old, each))
+
+
+def has_whole_matrices(param: torch.Tensor) -> bool:
+    """Whether it is no part of a larger parameter, or some whole matrices of a stack of them."""
+    cut = cut_of(param)
+    return cut is None or (param.ndim == 3 and all(box.sizes[1:] == cut.shape[1:] for box in cut.boxes))
+
+
+def _in_full_stack(cut: Cut, row: int) -> int:
+    """The row in the full stack of matrices of a row of the local one."""
+    matrix, at = divmod(row, cut.shape[1])
+    here = [box.offset[0] + index for box in cut.boxes for index in range(box.sizes[0])]
+    return here[matrix] * cut.shape[1] + at
 
 
 def uses_muon(group: Group) -> bool:

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 
 from zero.core import comm
+from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
+from zero.core.unit_table import UnitTable
 from zero.core.world import World, backend_of
 from zero.kernels import cuda
 from zero.kernels.norm import sum_squares, sum_squares_into
@@ -63,7 +65,7 @@ class Norm(NamedTuple):
     """L2 norm of the reduced gradients over all units and ranks, fp64 [], and each rank's report.
 
     rows: fp64 [ranks, k]: two numbers that `reports_of` skips, and the rank's report. The second is the place of
-    the first unit whose gradient is not finite there; the number of units if there is none, or without a check.
+    the first unit of the table whose gradient is not finite there; their number if there is none, or without a check.
     """
 
     value: torch.Tensor
@@ -75,32 +77,23 @@ class Norm(NamedTuple):
         return self.rows[:, 2 + RankReport._fields.index("count")].sum()
 
 
-def global_norm(units: Sequence[Unit], world: World, report: RankReport, mean: float) -> Norm:
-    """The norm of the sums of gradients, relative to `mean` (units with that mean count unweighted); collective.
+def global_norm(sharded: ShardedModule, report: RankReport) -> Norm:
+    """The norm of the sums of gradients; collective.
 
     It brings each rank's report to all. Every rank squares its span of each unit in fp64, whether its shard is that
     span or, if gradients are not cut, the whole; units of one mesh add up first, then spans in order, then meshes.
-    So all stages add the same numbers in the same order.
+    So all stages add the same numbers in the same order. A rank adds 0 for a mesh of which it has no unit.
     """
-    device = _device(units)
-    squares = _row([_squares(unit, mean) for unit in units], device)
-    bad = squares.isfinite().cumprod(0).sum().double() if cuda.reads_wait(device) else len(units)
-    meshes = by_mesh(units)
-    sums = [_sum(squares if len(meshes) == 1 else squares[places]) for places in meshes.values()] or [_sum(squares)]
-    rows = comm.gather_scalars(_row([*sums, bad, *report.numbers], device), world, read=False)
-    orders = [units[places[0]].mesh.by_span for places in meshes.values()] or [lambda row: row]
-    total = _sum(torch.stack([_sum(by_span(rows[:, at])) for at, by_span in enumerate(orders)]))
+    units, meshes, device = sharded.trained, sharded.meshes, sharded.device
+    squares = _row([_squares(unit) for unit in units], device)
+    bad = _first_bad(squares, sharded.table) if cuda.reads_wait(device) else len(sharded.table.names)
+    of_mesh = [[at for at, unit in enumerate(units) if unit.mesh.order == mesh.order] for mesh in meshes]
+    sums = [_sum(squares if len(at) == len(units) else squares[at]) for at in of_mesh]
+    rows = comm.gather_scalars(_row([*sums, bad, *report.numbers], device), sharded.world, read=False)
+    total = _sum(torch.stack([_sum(mesh.by_span(rows[:, at])) for at, mesh in enumerate(meshes)]))
     # torch's root of an fp64 number may be one ulp off on a CPU.
     root = total.sqrt() if cuda.reads_wait(device) else torch.full_like(total, math.sqrt(total))
     return Norm(root, rows[:, len(sums) - 1 :])
-
-
-def by_mesh(units: Sequence[Unit]) -> dict[tuple[int, ...], list[int]]:
-    """Indices into `units`, grouped by the ranks that count their spans; alike on all ranks."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for place, unit in enumerate(units):
-        found.setdefault(unit.mesh.order, []).append(place)
-    return found
 
 
 def hosts_connected(world: World) -> bool:
@@ -115,7 +108,7 @@ def flags_of(report: RankReport, world: World) -> dict[int, RankFlags]:
     return {rank: RankFlags(flags) for rank, (flags,) in zip(world.ranks, rows.tolist(), strict=True)}
 
 
-def exact_norm(units: Sequence[Unit], world: World, report: RankReport, mean: float) -> Norm:
+def exact_norm(sharded: ShardedModule, report: RankReport) -> Norm:
     """The same norm as `global_norm`, computed exactly; collective.
 
     The same bits however gradients are cut or ordered: squares of fp32 numbers are exact in fp64; relative to the
@@ -123,9 +116,9 @@ def exact_norm(units: Sequence[Unit], world: World, report: RankReport, mean: fl
     rounding. Independent of world size, stage, units and their meshes. The cut loses less than 2^-80 of the largest
     square per element: at 2^30 elements a relative error of the norm below 2^-50. inf or NaN if an element is.
     """
-    device = _device(units)
-    parts = [_weighed(unit.counted(unit.gradients.shard), unit, mean) for unit in units]
-    rows = comm.gather_scalars(_row([largest_of(parts), len(units), *report.numbers], device), world)
+    world, device = sharded.world, sharded.device
+    parts = [unit.counted(unit.gradients.shard) for unit in sharded.trained]
+    rows = comm.gather_scalars(_row([largest_of(parts), len(sharded.table.names), *report.numbers], device), world)
     bound = rows[:, 0].amax()  # NaN if there is one
     if (largest := bound.item()) == 0 or not math.isfinite(largest):
         return Norm(bound, rows)
@@ -160,22 +153,20 @@ def norm_of(total: int, exponent: int) -> float:
     return math.ldexp(math.sqrt(total), exponent - BITS)
 
 
-def share_of(unit: Unit, mean: float) -> float:
-    """The ratio of the unit's own mean to `mean`: 1 if all units have the same."""
-    return unit.mean / mean
+def _first_bad(squares: torch.Tensor, table: UnitTable) -> torch.Tensor:
+    """The place in the table of the first of these units whose squares are not finite; the table's length without one.
+
+    On the device, as an fp64 number, without a wait.
+    """
+    first = squares.isfinite().cumprod(0).sum()
+    if len(table.places) == len(table.names):
+        return first.double()
+    places = torch.tensor([*table.places, len(table.names)], dtype=torch.float64).to(squares.device, non_blocking=True)
+    return places.index_select(0, first.view(1))[0]
 
 
-def _weighed(part: torch.Tensor, unit: Unit, mean: float) -> torch.Tensor:
-    return part if unit.mean == mean else part * share_of(unit, mean)
-
-
-def _squares(unit: Unit, mean: float) -> float | torch.Tensor:
+def _squares(unit: Unit) -> float | torch.Tensor:
     """The sum of the squares of this rank's span; if a device computes it, an fp64 number there."""
-    squares = _plain_squares(unit)
-    return squares if unit.mean == mean else squares * share_of(unit, mean) ** 2
-
-
-def _plain_squares(unit: Unit) -> float | torch.Tensor:
     known = unit.gradients.sum.squares()
     if known is not None:  # of the whole shard, which every replica has
         return known if unit.mesh.replica.rank == 0 and unit.mesh.counts else 0.0
@@ -218,7 +209,3 @@ def reports_of(world: World, rows: Sequence[Sequence[float]]) -> dict[int, RankR
     """The report of each global rank, from the rows of a `Norm`."""
     pairs = zip(world.ranks, rows, strict=True)
     return {rank: RankReport(RankFlags(int(flags)), *rest[:5], tuple(rest[5:])) for rank, (_, _, flags, *rest) in pairs}
-
-
-def _device(units: Sequence[Unit]) -> torch.device:
-    return units[0].buffer.full.device if units else torch.device("cpu")

@@ -66,7 +66,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_overflow = check_overflow
         self.away = False  # the engine keeps state in host memory
         self._sharded: ShardedModule | None = None
-        self._mean = 1.0  # of dense units, and of the norm
+        self._mean = 1.0
+        self._deferring = False
         self._counted = False  # it is divided at the step by what the micro-batches count
         self._last = _Last()
         self._pending: Outcome | None = None  # of the last step, until the host has read it; `_then` runs after that
@@ -79,22 +80,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(groups, dict(shard_optimizer.defaults))
 
     def bind(self, sharded: ShardedModule, mean: float, counted: bool = False) -> None:
-        """Attach the units. `mean` turns the sum over ranks and micro-batches into their average, unit by unit.
+        """Attach the units. `mean` turns the sum over ranks and micro-batches into their average; collective.
+
+        It is one for all units, whoever shares them: the gradient of each is a sum over all samples of a step.
 
         `counted`: it is still to be divided by what the micro-batches of a step count, over all ranks.
         """
         self._sharded, self._counted = sharded, counted
         for unit in sharded.trained:
-            unit.mean = mean if unit.mean == self._mean else unit.mean * mean / self._mean
             unit.optimizer = weakref.ref(self)
         self._mean = mean
         this = weakref.ref(self)
         sharded.reducer.loss_scale = lambda: getattr(this(), "loss_scale", 1.0)
         if self._updater is None:
             self._updater = UnitUpdater(self.shard_optimizer, sharded, self.param_groups)
+            self._deferring = all(agree(self._could_defer, sharded.world))
         ahead = weakref.WeakMethod(self._updater.bring_ahead)
         sharded.reducer.on_last = lambda: (ahead() or bool)()
-        sharded.reducer.finite.enabled = self._check_overflow and not self._defers
+        sharded.reducer.finite.enabled = self._check_overflow and not self._deferring
 
     @property
     def updating(self) -> bool:
@@ -103,7 +106,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def watch_norms(self, every: int) -> UnitNorms:
         """Take the norms of each trained unit every `every` steps, for the engine to ask for."""
-        self._updater.norms = UnitNorms(self._sharded.trained, every)
+        self._updater.norms = UnitNorms(self._sharded.trained, self._sharded.table, every)
         return self._updater.norms
 
     @property
@@ -202,7 +205,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         what their micro-batches count.
         """
         if not self._counted:
-            return self._unscaled(unit.mean)
+            return self._unscaled(self._mean)
         if not together:
             raise RuntimeError(
                 "the mean of this gradient is over what the micro-batches of all ranks count (zero.mean, or "
@@ -210,7 +213,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "zero.utils.safe_get_full_grad on all ranks"
             )
         count = sum(agree(sum(self._sharded.reducer.weights.counts), self._sharded.world)) / self._repeats
-        return self._unscaled(unit.mean) / count if count else 0.0
+        return self._unscaled(self._mean) / count if count else 0.0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise RuntimeError once the parameters are cut; before, as in torch."""
@@ -295,7 +298,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step(): states are offloaded; call engine.reload_states() first")
         sharded.reducer.before_step()
         sharded.check_order()
-        defers = self._defers and unwanted is None
+        defers = self._deferring and unwanted is None
         held = [unit.plan.name for unit in sharded.trained if unit.cut and unit.holds]
         flags = RankFlags.LATE_GRADIENTS if sharded.reducer.late else RankFlags(0)
         flags |= RankFlags.GATHERED_PARAMETERS if held else RankFlags(0)
@@ -327,11 +330,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if outcome is None:
             return
         then, self._then = self._then, None
-        numbers, trained = outcome.numbers, self._sharded.trained
+        numbers, sharded = outcome.numbers, self._sharded
         self._take(numbers)
         if self._last.overflow:
-            self.shard_optimizer.take_back(trained)
-            names = [f"a gradient in unit '{unit.plan.name}' is not finite" for unit in trained]
+            self.shard_optimizer.take_back(sharded.trained)
+            names = [f"a gradient in unit '{name}' is not finite" for name in sharded.table.names]
             self._skip([*names, ALL_FINITE][numbers.bad])
         else:
             self.loss_scaler.update(False)
@@ -361,10 +364,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return sum(self.shard_optimizer.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
 
     @property
-    def _defers(self) -> bool:
+    def _could_defer(self) -> bool:
         """Whether the host need not wait for a step: only kernels, no host thread, use its factor and skip it."""
         sharded = self._sharded
-        kernels = bool(sharded.trained) and cuda.kernels(sharded.device) is not None
+        kernels = bool(sharded.table.names) and cuda.kernels(sharded.device) is not None
         decides = kernels and self.shard_optimizer.factor_on_device and not self._updater.threaded
         return decides and not sharded.numerics.tree and hosts_connected(sharded.world)
 
@@ -375,7 +378,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _outcome(self, report: RankReport, more: float) -> Outcome:
         sharded = self._sharded
         norm_of = exact_norm if sharded.numerics.tree else global_norm
-        norm = norm_of(sharded.trained, sharded.world, report, self._mean)
+        norm = norm_of(sharded, report)
         mean: float | torch.Tensor = self._unscaled(self._mean) * more
         if self._counted:
             count = norm.count / self._repeats
@@ -423,7 +426,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self.shard_optimizer.check(group)  # a wrong hyperparameter must not leave half of the units updated
         self._updating = True
-        self._updater.run(self.param_groups, factor, unclipped, self._mean)
+        self._updater.run(self.param_groups, factor, unclipped)
         self._updating = False
 
 

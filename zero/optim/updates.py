@@ -27,7 +27,6 @@ from zero.log import logger
 from zero.memory.available import host_threads
 from zero.memory.pending_update import PendingUpdate, Waits
 from zero.memory.streams import record_event
-from zero.optim.norm import share_of
 from zero.optim.shard_optimizer import Group, ShardOptimizer, Update
 from zero.optim.unit_norms import UnitNorms
 from zero.plan.memory import SLOTS
@@ -72,30 +71,26 @@ class UnitUpdater:
             for unit in units:
                 optimizer.begin(unit, groups[unit.plan.group])
 
-    def run(
-        self, groups: Sequence[Group], factor: float | torch.Tensor, unclipped: float | torch.Tensor, mean: float
-    ) -> None:
+    def run(self, groups: Sequence[Group], factor: float | torch.Tensor, unclipped: float | torch.Tensor) -> None:
         """Update every unit once, and send it to the ranks that keep it.
 
-        For units with this `mean` the gradient is `factor` x the reduced one; for others in proportion to their mean.
-        `unclipped` is the factor without clipping, for the norms.
+        The gradient is `factor` x the reduced one; `unclipped` is the factor without clipping, for the norms.
         """
+        if self.norms is not None:
+            self.norms.average(unclipped)
         if not self._units:
             return
-        if self.norms is not None:
-            self.norms.average({unit.index: unclipped * share_of(unit, mean) for unit in self._units})
         # If ranks must begin collectives in one order, no thread beside the loop can send parameters.
         publish = not any(unit.mesh.shard.ordered for unit in self._units)
         updates, now = [], []
         for unit in self._units:
-            own = factor if unit.mean == mean else factor * share_of(unit, mean)
             if unit.shard.placement.state_offloaded:
                 unit.invalidate()
                 group = copy_hyperparameters(groups[unit.plan.group])
                 sends = publish or unit.shard.placement.queued
-                updates.append(Update(unit, unit.gradients.sum.hand_over(), group, own, sends))
+                updates.append(Update(unit, unit.gradients.sum.hand_over(), group, factor, sends))
             else:
-                now.append(Update(unit, unit.gradients.shard, groups[unit.plan.group], own))
+                now.append(Update(unit, unit.gradients.shard, groups[unit.plan.group], factor))
         self._optimizer.prepare(sorted([*updates, *now], key=lambda update: update.unit.index), self._world)
         self._submit(updates)
         sent = {update.unit.index for update in updates if update.publish}

@@ -20,14 +20,15 @@ class UnitAxes(NamedTuple):
     """The axes of the ranks that share a unit.
 
     It is cut along `shard` and repeated along `replica`, and its gradient is summed along both. Along `same` ranks have
-    equal values and equal gradients, which are not summed; along `parts` are the other parts of parameters that are cut
-    by a `Cut`.
+    equal values and equal gradients, which are not summed; along `sums` equal values, and gradients that are parts of a
+    sum; along `parts` are the other parts of parameters that are cut by a `Cut`.
     """
 
     shard: tuple[str, ...]
     replica: tuple[str, ...]
     same: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
 
     @property
     def beside(self) -> tuple[str, ...]:
@@ -36,7 +37,9 @@ class UnitAxes(NamedTuple):
 
 
 DENSE = UnitAxes(("dp_shard",), ("dp_replicate",))
-PARTS = DENSE._replace(parts=("tp",))
+PARTS = DENSE._replace(parts=("tp",))  # of layers that are cut over tp ranks
+SUMS = DENSE._replace(sums=("tp",))  # whole there, and fed a part of the activations
+EXPERTS = UnitAxes(("efsdp",), ("dp_replicate",), parts=("ep",))
 
 
 class GridError(ValueError):

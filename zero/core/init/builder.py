@@ -36,6 +36,7 @@ from zero.core.owner import owner_of
 from zero.core.refusals import sharing
 from zero.core.world import local_device
 from zero.memory.available import Freed
+from zero.plan.grid import DENSE, UnitAxes
 
 # What is open where: threads that build models of their own are left alone.
 _running: contextvars.ContextVar[Builder | None] = contextvars.ContextVar("zero_builder", default=None)
@@ -62,8 +63,9 @@ class Builder:
     dtype:   what floating-point parameters are rounded to at the end; None: they stay as they were built.
     """
 
-    def __init__(self, mesh: Mesh, storage: ShardStorage, dtype: torch.dtype | None) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh_of: Callable[[UnitAxes], Mesh], storage: ShardStorage, dtype: torch.dtype | None) -> None:
+        """`mesh_of`: gives the mesh of parameters with those axes."""
+        self._mesh_of, self._mesh = mesh_of, mesh_of(DENSE)
         self._storage = storage
         self._dtype = dtype
         self._open: list[DeferredParam] = []
@@ -143,7 +145,7 @@ class Builder:
         """Follow this parameter from now on, unless it is followed already or cannot be."""
         if owner_of(param) is not None or not manageable(param):
             return
-        deferred = DeferredParam(param, name, next(self._numbers), self._mesh, home)
+        deferred = DeferredParam(param, name, next(self._numbers), self._mesh_of, home)
         deferred.on_read = _open_for_reader
         self._deferred.add(deferred)
         self._open.append(deferred)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from zero.compat.bitsandbytes import Int8, format_of
 from zero.core import comm
-from zero.core.initial_values import share_beside
+from zero.core.initial_values import share_beside, share_equal
 from zero.core.mesh import Mesh
-from zero.core.owner import Owner
+from zero.core.owner import Owner, axes_of, cut_of, placed_as
 from zero.core.param_buffer import ParamBuffer
 from zero.core.released import Placeholder, Released, absent
 from zero.core.sharded_params import ShardedParams
@@ -22,6 +23,7 @@ from zero.core.state import State
 from zero.core.torch_private import parameter_of_class, tensors_of_storage
 from zero.core.world import local_device
 from zero.memory.state_placement import StatePlacement
+from zero.plan.grid import UnitAxes
 from zero.plan.layout import make_layout
 from zero.plan.units import ParamSpec, UnitPlan
 
@@ -123,13 +125,19 @@ class DeferredParam(ShardedParams):
 
     buffer: LooseBuffer
 
-    def __init__(self, param: nn.Parameter, name: str, index: int, mesh: Mesh, origin: int) -> None:
-        placement = StatePlacement(local_device(), local_device())
-        plan = _plan(param, name, mesh)
-        buffer = LooseBuffer(plan, [param], mesh.shard.size > 1, mesh.data.global_rank)
-        super().__init__(plan, buffer, index, mesh, placement)
+    def __init__(
+        self, param: nn.Parameter, name: str, index: int, mesh_of: Callable[[UnitAxes], Mesh], origin: int
+    ) -> None:
+        """`mesh_of`: gives the mesh of those axes."""
+        self._mesh_of = mesh_of
+        self._on(mesh_of(axes_of(param)), param, name, index)
         self.origin = origin
         self.rename(name)
+
+    def _on(self, mesh: Mesh, param: nn.Parameter, name: str, index: int) -> None:
+        plan = _plan(param, name, mesh)
+        buffer = LooseBuffer(plan, [param], mesh.shard.size > 1, mesh.data.global_rank)
+        super().__init__(plan, buffer, index, mesh, StatePlacement(local_device(), local_device()))
 
     @property
     def opened(self) -> bool:
@@ -149,8 +157,13 @@ class DeferredParam(ShardedParams):
 
     def close(self, storage: ShardStorage) -> None:
         """Keep this rank's shard of rank 0's values in `storage`, and free the whole; a collective."""
-        param = self.params[0]
-        self.plan = self.buffer.plan = _plan(param, self.plan.params[0].name, self.mesh)
+        param, name, on_read = self.params[0], self.plan.params[0].name, self.on_read
+        if (mesh := self._mesh_of(axes_of(param))) is not self.mesh:  # said since it was registered
+            self._on(mesh, param, name, self.index)
+            self.on_read = on_read
+        if mesh.data.rank == 0:
+            share_equal([param], self.plan, mesh.beside)
+        self.plan = self.buffer.plan = _plan(param, name, mesh)
         self.shard.window = self.plan.layout.shard(self.mesh.shard.rank, self.mesh.shard.size)
         self.shard.values = storage.put(comm.deal(param.detach(), self.shard.window.numel, self.mesh.shard))
         share_beside([param], self.mesh.data, self.plan.name)
@@ -188,8 +201,8 @@ class DeferredParam(ShardedParams):
         """Another parameter with the same values, of which this rank keeps the same shard; nothing is sent."""
         (param,) = self.params
         made = parameter_of_class(self.buffer.kind, absent(param.shape, param.dtype, param.device))
-        made.requires_grad_(param.requires_grad)
-        other = DeferredParam(made, self.plan.params[0].name, self.index, self.mesh, self.origin)
+        placed_as(param, made.requires_grad_(param.requires_grad))
+        other = DeferredParam(made, self.plan.params[0].name, self.index, self._mesh_of, self.origin)
         other.on_read, other.shard.values = self.on_read, self.shard.values.clone()
         other.buffer.close()
         other.release()
@@ -250,5 +263,6 @@ def manageable(param: torch.Tensor) -> bool:
 
 
 def _plan(param: nn.Parameter, name: str, mesh: Mesh) -> UnitPlan:
-    spec = ParamSpec(name, param.numel(), str(param.dtype).removeprefix("torch."), False, -1, param.ndim)
+    where = {"axes": axes_of(param), "cut": cut_of(param)}
+    spec = ParamSpec(name, param.numel(), str(param.dtype).removeprefix("torch."), False, -1, param.ndim, **where)
     return UnitPlan(name, "", (spec,), make_layout({name: param.numel()}, mesh.data.size))

@@ -1,0 +1,69 @@
+"""The grid of ranks: what the file and what arguments of the script say of the sizes of its axes, in one place."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from zero.config.file import File
+from zero.config.unavailable import enabled, lookup
+from zero.plan.grid import AXES, Grid, GridError
+
+KEYS = {
+    "tensor_parallel.autotp_size": "tp",
+    "tensor_parallel.tp.tp_size": "tp",
+    "sequence_parallel_size": "cp",
+    "expert_parallel.autoep_size": "ep",
+    "expert_parallel.ep_size": "ep",
+    "pipeline.stages": "pp",
+}
+
+
+class Told(NamedTuple):
+    """Sizes by axis that arguments of the script say; `source` names them."""
+
+    sizes: Mapping[str, int] = MappingProxyType({})
+    source: str = ""
+
+
+NOTHING_TOLD = Told()
+
+
+def given_sizes(file: File) -> dict[str, Any]:
+    """The sizes above 1 that the file says, by their keys."""
+    values = {name: getattr(file, name) for name in ("tensor_parallel", "sequence_parallel_size", "pipeline")}
+    values["expert_parallel"] = file.expert_parallel if enabled(file.expert_parallel) else {}
+    found = {key: lookup(values, key) for key in KEYS}
+    return {key: size for key, size in found.items() if size not in (None, 0, 1, "auto")}
+
+
+def grid_of(file: File, world: int, told: Told) -> tuple[Grid, list[str]]:
+    """The grid of `world` ranks; and a line for everything that is wrong, with which it is one of data ranks alone."""
+    errors, sizes, names = [], dict(told.sizes), {}
+    for key, size in given_sizes(file).items():
+        axis, other = KEYS[key], sizes.get(KEYS[key], 1)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            errors.append(f"{key}: got {size!r}, wanted an integer of at least 1")
+        elif other not in (1, size):
+            errors.append(f"{key}: got {size}, and {names.get(axis, told.source)} says {other}; keep one of the two")
+        else:
+            sizes[axis], names[axis] = size, key
+    if "dp_shard" in sizes and "cp" not in told.sizes and sizes["dp_shard"] % sizes.get("cp", 1) == 0:
+        sizes["dp_shard"] //= sizes.get("cp", 1)  # told of all that state is cut over
+    shard = next(iter(file.shard_sizes.values()), 0)
+    if shard and "dp_shard" not in sizes:
+        sizes["dp_shard"] = max(1, shard // sizes.get("cp", 1))
+        sizes.setdefault("dp_replicate", max(1, world // _product(sizes)))
+    if not errors:
+        try:
+            ep = sizes.pop("ep", 1)
+            return Grid(world, sizes, ep), []
+        except GridError as error:
+            errors.append(f"{', '.join([*names.values(), *filter(None, [told.source])])}: {error}")
+    return Grid(world), errors
+
+
+def _product(sizes: Mapping[str, int]) -> int:
+    total = 1
+    for axis in AXES:
+        total *= sizes.get(axis, 1)
+    return total
