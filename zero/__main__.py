@@ -141,7 +141,20 @@ def _run(args: argparse.Namespace) -> int:
     _check_config(request.config)
     from zero.launch import start
 
-    return start.run(request)
+    return start.run(request, lambda world: _groups(request.config, world))
+
+
+def _groups(config: run_args.ConfigFlags, world: int) -> list[str]:
+    """The groups of a run of `world` ranks along the axes that its configuration names."""
+    if config.file is None and not config.sets:
+        return []
+    from zero.config.check import group_lines
+    from zero.config.errors import ConfigError
+
+    try:
+        return group_lines(config.file, config.sets, world)
+    except ConfigError as error:
+        raise run_args.LaunchError(f"--config and --set: {error}") from None
 
 
 def _check(args: argparse.Namespace) -> int:

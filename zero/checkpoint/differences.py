@@ -35,7 +35,8 @@ class Ask(NamedTuple):
     strict:   names must agree, else `argument` is what the user may set to False;
     weights:  False where they come in by another way;
     masters:  exact values from masters, not from what the model computed with;
-    left_out: frozen parameters that the checkpoint need not have.
+    left_out: frozen parameters that the checkpoint need not have;
+    elsewhere: names that other ranks have, and this one has not.
     """
 
     states: bool = False
@@ -43,6 +44,7 @@ class Ask(NamedTuple):
     weights: bool = True
     masters: bool = True
     left_out: Collection[str] = ()
+    elsewhere: Collection[str] = ()
     argument: str = "strict"
 
 
@@ -102,6 +104,8 @@ def compare(
             match.missing.append(each.names[0])
     match.unexpected += [name for name in index.parameters if name not in used]
     _fit_buffers(match, index.buffers, buffers)
+    tied = {index.tied.get(name, name) for name in ask.elsewhere}
+    match.unexpected = [name for name in match.unexpected if name not in tied]
     if ask.states and index.stripped:
         match.states.append("its masters and moments have been deleted to save room (zero.checkpoint.keep_optimizer)")
     elif ask.states:

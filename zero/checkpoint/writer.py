@@ -27,6 +27,7 @@ from zero.plan.memory import LINE
 
 APPEARS = 10.0  # seconds that another host's file may take to be seen
 WRITES = "writing a checkpoint"
+_BY_NAME = ("known", "tied", "extra_state")
 FILES = {"weight": "weights", "buffer": "weights", "master": "masters", "tensor": "state"}  # all others: moments
 
 
@@ -37,7 +38,8 @@ class SavePlan:
     place:  the folder of the tag; save: see `Index`; latest: whether the file of that name will name it;
     forms:  all chunks of this rank; the values may be on the meta device;
     own:    what this rank keeps for itself, as JSON;
-    fields, known: of the index, see `assemble`; on rank 0 only;
+    model:  of the index, what no rank before this one has: "known" as of `assemble`, "tied", "excluded", "extra_state";
+    fields: the rest of it, on rank 0 only;
     retention, began: of `tidy`, which comes after the save.
     """
 
@@ -46,8 +48,8 @@ class SavePlan:
     latest: bool
     forms: Sequence[TensorChunk]
     own: Any
+    model: Mapping[str, Any]
     fields: Mapping[str, Any]
-    known: Mapping[str, Mapping[str, Any]]
     retention: Retention
     began: float
 
@@ -127,7 +129,7 @@ class CheckpointWriter:
         if self._writings:
             folder.sync(self.plan.place)
         files = {writing.path.name: writing.nbytes for writing in self._writings}
-        return {"lines": lines, "files": files, "own": self.plan.own}
+        return {"lines": lines, "files": files, "own": self.plan.own, "model": self.plan.model}
 
     def _discard(self, agreed: bool) -> None:
         """Close the files; where all have `agreed` that nothing is saved, remove them, else a later save does.
@@ -153,7 +155,12 @@ class CheckpointWriter:
                 self._wait_for(path, f"what rank {rank} has written, {size} bytes,", partial(_lacks, path, size))
         lines = (line for report in reports for line in report["lines"])
         ranks = tuple(report["own"] for report in reports)
-        index = assemble(lines, plan.known, {**plan.fields, "files": files, "ranks": ranks})
+        models = [report["model"] for report in reports]
+        known, tied, extra = ({name: value for one in models for name, value in one[key].items()} for key in _BY_NAME)
+        shared = {**plan.fields["shared"], "extra_state": extra}
+        excluded = tuple(sorted(name for one in models for name in one["excluded"]))
+        more = {"tied": tied, "shared": shared, "excluded": excluded, "files": files, "ranks": ranks}
+        index = assemble(lines, known, {**plan.fields, **more})
         if found := problems(index):
             raise RuntimeError(f"the ranks have not written a whole checkpoint: {'; '.join(found[:5])}")
         self.moved(1)

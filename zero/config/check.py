@@ -19,7 +19,7 @@ from zero.config.override import override
 from zero.config.read import read
 from zero.config.unavailable import lookup
 from zero.config.walk import Walk, problem_line
-from zero.plan.grid import DATA
+from zero.plan.grid import AXES, DATA
 
 _NOT_AVAILABLE = {"amsgrad": "AMSGrad is not available", "eps_inside_sqrt": "eps is added to the root"}
 
@@ -73,6 +73,8 @@ def load(
         errors += filter(None, [tree_error(batch.steps, grid.size(*DATA, "cp"))])
     errors += [*rules.precision(file), *rules.storage(file), *rules.graphs(file), *rules.means(file)]
     errors += [*rules.quantized(file), *sharded]
+    if file.zero_optimization.zero_hpz_partition_size > 1 and (size := grid.size("pp", "tp")) > 1:
+        errors.append(f"zero_optimization.zero_hpz_partition_size: got more than 1 with pp x tp {size}; keep one")
     for warning in walk.warnings:
         log.log_once(logging.WARNING, warning)  # before the error: a misspelt section may be its cause
     if errors or batch is None:
@@ -97,6 +99,24 @@ def problems(file: str | None, sets: Sequence[str]) -> list[str]:
     walk = Walk()
     found = walk.section(source.values, File)
     return [*source.errors, *walk.errors, *_optimizer(found)]
+
+
+def group_lines(file: str | None, sets: Sequence[str], world: int) -> list[str]:
+    """The groups of `world` ranks along each axis that such a configuration makes, as comments of a shell.
+
+    Raises ConfigError for sizes that do not fit.
+    """
+    source = read({} if file is None else file)
+    for text in sets:
+        override(source.values, text)
+    grid, errors = grid_of(Walk().section(source.values, File), world, NOTHING_TOLD)
+    if errors:
+        raise ConfigError(errors)
+    return [
+        f"# {axis}: ranks {'; '.join(' '.join(map(str, ranks)) for ranks in grid.lists(axis))}"
+        for axis in (*AXES, "ep")
+        if 1 < grid.size(axis) < world or (grid.size(axis) == world > 1 and axis not in DATA)
+    ]
 
 
 def _optimizer(file: File) -> list[str]:

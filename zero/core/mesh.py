@@ -28,6 +28,7 @@ class Mesh:
     counts:    whether this rank counts its span in norms, and writes it: not where others hold the same;
     beside:    the ranks that hold the same values, or the other parts of what is cut by a `Cut`, this one included;
     world:     all ranks of the engine;
+    axes:      of the grid, that it is made of;
     order:     places in the world in the order of the spans that the ranks there count, group after group;
     secondary: with hpZ, the ranks of this node, which hold a second copy of the parameters cut among them, or None;
     across:    with hpZ, the ranks with the same place in the other nodes, this one included, or None.
@@ -39,6 +40,7 @@ class Mesh:
     beside: Axis
     world: Axis
     counts: bool = True
+    axes: UnitAxes = DENSE
     order: tuple[int, ...] = (0,)
     secondary: Axis | None = None
     across: Axis | None = None
@@ -129,7 +131,9 @@ class Meshes:
             data, beside = (self._along(places, reduces=False) for places in lists)
             counts = self.grid.ranks(axes.same, self._world.rank)[0] == self._world.rank
             order = self.grid.spans(axes)
-            self._made[axes] = Mesh(shard, replica, data, beside, self._world, counts, order, *self._secondary(axes))
+            self._made[axes] = Mesh(
+                shard, replica, data, beside, self._world, counts, axes, order, *self._secondary(axes)
+            )
         return self._made[axes]
 
     def alike(self, axes: UnitAxes) -> list[tuple[int, ...]]:

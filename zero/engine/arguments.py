@@ -135,13 +135,14 @@ def only_one(caller: str, **arguments: Any) -> tuple[str, Any]:
     return present[0] if present else ("", None)
 
 
-def parameter_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> Groups:
+def parameter_groups(model: nn.Module, model_parameters: Iterable[Any] | None, stages: bool = False) -> Groups:
     """Parameter groups as new dicts, without parameters that need no gradient; raises ValueError if none is left.
 
-    As torch's optimizers take them: parameters, pairs of a name and a parameter, or groups of either.
+    As torch's optimizers take them: parameters, pairs of a name and a parameter, or groups of either. stages: other
+    ranks may have what this one has not, so that groups without parameters stay.
     """
     items = list(model.parameters() if model_parameters is None else model_parameters)
-    if not all(isinstance(item, dict) for item in items):
+    if not (items and all(isinstance(item, dict) for item in items)):
         items = [{"params": items}]
     names = {param: name for name, param in model.named_parameters()}
     groups, seen = [], {}
@@ -157,7 +158,7 @@ def parameter_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -
             if seen.setdefault(param, index) != index:
                 name = names.get(param, f"of shape {tuple(param.shape)}")
                 raise ValueError(f"model_parameters: parameter '{name}' is in groups {seen[param]} and {index}")
-        if kept:
+        if kept or stages:
             groups.append({**item, "params": kept})
     if not groups:
         raise ValueError("model_parameters: no parameter requires a gradient, so there is nothing to optimize")

@@ -173,7 +173,7 @@ def _sizes(value: Any, name: str, world: int) -> dict[str, int]:
     try:
         sizes = by_axis(value)
         ep = sizes.pop("ep", 1)
-        grid = Grid(world, sizes, ep)
+        shard = {"dp_shard": Grid(world, sizes, ep).size("dp_shard")} if {*DATA} & sizes.keys() else {}
     except GridError as error:
         raise ConfigError([f"{name}: {error}"]) from None
-    return {**sizes, "dp_shard": grid.size("dp_shard"), "ep": ep}
+    return {**sizes, **shard, "ep": ep}

@@ -20,7 +20,7 @@ from zero.config.grid_sizes import Told
 from zero.config.optimizers import MuonParams
 from zero.config.read import read
 from zero.config.sections import TIMEOUT
-from zero.core.agree import agree, alike
+from zero.core.agree import agree, alike, digest_of
 from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import Meshes
 from zero.core.mixed_precision import UNKNOWN, MixedPrecisionPolicy
@@ -70,6 +70,14 @@ from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
 
 _CHECKS = {"optimizer": optimizer_type_problems, "scheduler": schedule_problems}
+
+
+# What is wanted of a model on more than one rank along an axis, and is not done for the user yet.
+_FORMS = {
+    "pp": "all ranks have the same parameters: no layers are divided among stages for you yet",
+    "tp": "no parameter of the model is a part of a larger one: no layers are cut for you yet; zero.set_cut says it",
+    "ep": "no parameter is an expert's: experts are not divided for you yet; zero.set_cut says it, along ep",
+}
 
 
 def initialize(
@@ -229,20 +237,33 @@ def _agree(
     if refused:
         raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
     lines = described_parameters(model, groups)
-    for axes in dict.fromkeys(UnitAxes(*map(tuple, each)) for said in agree([*lines], world) for each in said):
+    said = agree([[*lines], digest_of([name for name, _ in model.named_parameters()])], world)
+    used = dict.fromkeys(UnitAxes(*map(tuple, each)) for found, _ in said for each in found)
+    if groups and not used:
+        raise ValueError("initialize(): no rank has a parameter, so there is nothing to optimize")
+    for axes in used:
         alike(lines.get(axes, ()), world, what, groups=meshes.alike(axes))
         meshes.of(axes)
-    _check_cuts(model, meshes, world)
+    named = {name for axes in used for names in axes for name in names}
+    named |= {"pp"} if len({names for _, names in said}) > 1 else set()
+    _check_cuts(model, used, meshes, world)
+    for axis, form in _FORMS.items():
+        if (size := meshes.grid.size(axis)) > 1 and axis not in named:
+            raise ValueError(f"initialize(): {axis} is {size}, and {form}; do that, or leave {axis} out")
 
 
-def _check_cuts(model: nn.Module, meshes: Meshes, world: World) -> None:
-    """Raise ValueError on all ranks where parts of a parameter do not make it up, or nothing is cut; collective."""
+def _check_cuts(model: nn.Module, used: Iterable[UnitAxes], meshes: Meshes, world: World) -> None:
+    """Raise ValueError on all ranks where parts of a parameter do not make it up; collective.
+
+    used: all axes that units of any rank have.
+    """
     cuts: dict[UnitAxes, dict[str, Cut]] = {}
     for name, param in model.named_parameters():
         if (cut := cut_of(param)) is not None:
             cuts.setdefault(axes_of(param), {})[name] = cut
     problems = []
-    for axes, named in cuts.items():
+    for axes in used:
+        named = cuts.get(axes, {})
         boxes: dict[str, list[Box]] = {name: [] for name in named}
         for each in agree({name: cut.boxes for name, cut in named.items()}, meshes.of(axes).beside):
             for name, found in each.items():
@@ -252,12 +273,7 @@ def _check_cuts(model: nn.Module, meshes: Meshes, world: World) -> None:
             for name, cut in named.items()
             if (problem := cover_error(cut.shape, boxes[name]))
         ]
-    found = agree(ValueError(problems[0]) if problems else bool(cuts), world)
-    if (tp := meshes.grid.size("tp")) > 1 and not any(found):
-        raise ValueError(
-            f"initialize(): tp is {tp}, and no parameter of the model is a part of a larger one, so that ranks would "
-            "do the same work: no layers are cut for you yet; cut them and say so by zero.set_cut, or leave tp out"
-        )
+    agree(ValueError(problems[0]) if problems else None, world)
 
 
 def _wrap(
@@ -297,7 +313,8 @@ def _make_optimizer(
 ) -> tuple[ZeroOptimizer | None, Groups]:
     if client is None and settings.optimizer is None:
         return None, []
-    groups = parameter_groups(model, model_parameters)
+    stages = settings.grid.size("pp") > 1
+    groups = parameter_groups(model, model_parameters, stages)
     if client is None:
         section = settings.optimizer
         params = dict(section.params)
@@ -309,7 +326,7 @@ def _make_optimizer(
         shard_optimizer = shard_optimizer_of(client, settings.zero_allow_untested_optimizer, settings.compute_dtype)
         client._opt_called = True  # its step() never runs, ours does; a scheduler bound to it would warn of that
         # The same dicts: a scheduler made for the client's optimizer stays in charge.
-        groups = [group for group in client.param_groups if group["params"]]
+        groups = [group for group in client.param_groups if group["params"] or stages]
     if settings.zero_optimization.offload_optimizer.device == "nvme" and not shard_optimizer.foreseen:
         raise ValueError(
             "zero_optimization.offload_optimizer.device: got 'nvme' with an optimizer class of torch or of the script, "

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.core import comm
+from zero.core.agree import agree
+from zero.core.mesh import Mesh
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.engine.hashing import hash_of, hash_spans, hash_tensor
@@ -30,13 +32,18 @@ _AGE = 0x5851F42D4C957F2D  # odd, so that no earlier step is lost from a hash ov
 class LabelledHashes(NamedTuple):
     """Hashes, int64 [n], of what belongs together; `labels` [n] say of what each is.
 
-    alike: places of the ranks that hold the same part, for each part; none: all ranks hold the same.
+    among: what only ranks that hold the same have alike: their places in the world, say.
     """
 
     place: str
     labels: Sequence[str]
     hashes: torch.Tensor
-    alike: tuple[tuple[int, ...], ...] = ()
+    among: tuple[Any, ...]
+
+    @property
+    def key(self) -> int:
+        """The same on the ranks that hold the same, and on no others."""
+        return _hash_text(f"{self.place} {self.among}")
 
 
 class Replicas:
@@ -54,6 +61,7 @@ class Replicas:
         self._optimizer = optimizer
         self._every = every
         self._axis = sharded.world
+        self._most = 0  # tables on any rank; 0 until the first comparison
         self._whole = [unit for unit in sharded.units if not unit.cut]
         # By index of the unit: hashes over the steps since the last comparison.
         self._seen: dict[int, torch.Tensor] = {}
@@ -102,35 +110,38 @@ class Replicas:
         # Hyperparameters first: where they differ, the parameters do because of them.
         tables = [self._of_optimizer(), *(self._of_unit(unit) for unit in self._whole), self._of_buffers()]
         tables += self._of_shards()
-        # The lengths go along: without, ranks with other numbers of buffers would misread each other below.
-        counts = [len(table.labels) for table in tables]
-        device = tables[0].hashes.device
-        mine = torch.stack([*(hash_of(table.hashes) for table in tables), *torch.tensor(counts, device=device)])
-        hashes, lengths = comm.gather_scalars(mine, self._axis, "comparison of replicas").cpu().tensor_split(2, 1)
-        for index, table in enumerate(tables):
-            if (lengths[:, index] != lengths[0, index]).any():
-                self._fail(number, f"the number of {table.place}", lengths[:, index].tolist(), self._axis.ranks)
-            if _differing(hashes[:, index, None], table.alike):
-                self._examine(number, table)
-        self._own_buffers = self._own_buffers or set()
+        self._most = self._most or max(agree(len(tables), self._axis))
+        device, empty = tables[0].hashes.device, [0, 0] * (self._most - len(tables))
+        keys = torch.tensor([number for table in tables for number in (table.key, len(table.labels))] + empty)
+        hashes = [hash_of(table.hashes) for table in tables] + [*torch.zeros(len(empty) // 2, dtype=torch.int64)]
+        mine = torch.cat([keys.to(device), torch.stack([each.to(device) for each in hashes])])
+        found: dict[int, list[tuple[int, int]]] = {}
+        for row in comm.gather_scalars(mine, self._axis, "comparison of replicas").tolist():
+            for at in range(self._most):
+                found.setdefault(row[2 * at], []).append((row[2 * at + 1], row[2 * self._most + at]))
+        own: set[str] = set()
+        for key, held in found.items():
+            if key and len(set(held)) > 1:
+                own |= self._examine(number, next((table for table in tables if table.key == key), None))
+        if own:
+            text = "zero.check_replicas: these buffers differ between ranks from the start and are not compared: %s"
+            rank_zero(logging.WARNING, text, ", ".join(sorted(own)))
+        self._own_buffers = own if self._own_buffers is None else self._own_buffers
 
-    def _examine(self, number: int, table: LabelledHashes) -> None:
-        """Find what differs in a table."""
-        rows = comm.gather_scalars(table.hashes, self._axis, "comparison of replicas").cpu()
-        differing = _differing(rows, table.alike)
-        if table.place == "buffers" and self._own_buffers is None:
-            self._own_buffers = {table.labels[column] for _, column in differing}
-            rank_zero(
-                logging.WARNING,
-                "zero.check_replicas: these buffers differ between ranks from the start and are not compared: %s",
-                ", ".join(sorted(self._own_buffers)),
-            )
-            return
-        where = "" if table.place in ("buffers", "optimizer", "shards") else f" of unit '{table.place}'"
-        first, column = differing[0]
-        alike = list(table.alike[first]) if table.alike else list(range(self._axis.size))
-        ranks = [self._axis.ranks[place] for place in alike]
-        self._fail(number, f"{table.labels[column]}{where}", rows[alike, column].tolist(), ranks)
+    def _examine(self, number: int, table: LabelledHashes | None) -> set[str]:
+        """Find what differs in a table, which not all ranks have: buffers of the first comparison, else it raises."""
+        said = agree(table and [table.place, [*table.labels], table.hashes.tolist()], self._axis)
+        held = {rank: each for rank, each in zip(self._axis.ranks, said, strict=True) if each}
+        place, labels, _ = next(iter(held.values()))
+        if len({len(names) for _, names, _ in held.values()}) > 1:
+            self._fail(number, f"the number of {place}", [len(names) for _, names, _ in held.values()], [*held])
+        rows = torch.tensor([hashes for *_, hashes in held.values()])
+        differing = (rows != rows[0]).any(0).nonzero().flatten().tolist()
+        if place == "buffers" and self._own_buffers is None:
+            return {labels[column] for column in differing}
+        where = "" if place in ("buffers", "optimizer", "shards") else f" of unit '{place}'"
+        self._fail(number, f"{labels[differing[0]]}{where}", rows[:, differing[0]].tolist(), [*held])
+        return set()
 
     def _fail(self, number: int, what: str, values: list[int], ranks: Sequence[int]) -> None:
         self._sharded.abandon()
@@ -152,16 +163,20 @@ class Replicas:
             else:
                 labels.append(f"{name} of parameter '{inside[0].name}' or one behind it")
             hashes.append(_hashes(inside, held, tensor))
-        return LabelledHashes(unit.plan.name, labels, torch.cat(hashes))
+        return LabelledHashes(unit.plan.name, labels, torch.cat(hashes), self._holders(unit.mesh, whole=True))
 
     def _of_shards(self) -> Iterator[LabelledHashes]:
         """What is cut and repeated: for each mesh a hash of each unit, of whose parts different ranks have one each."""
         for mesh in {id(unit.mesh): unit.mesh for unit in self._sharded.units}.values():
-            size = mesh.replica.size
-            if mesh.shard.size > 1 and size > 1:
+            among = self._holders(mesh)
+            if mesh.shard.size > 1 and len(among) > 1:
                 units = [unit for unit in self._sharded.units if unit.mesh is mesh]
-                alike = tuple(mesh.order[at : at + size] for at in range(0, len(mesh.order), size))
-                yield self._of_parts(units)._replace(alike=alike)
+                yield self._of_parts(units)._replace(among=(among, mesh.axes))
+
+    def _holders(self, mesh: Mesh, whole: bool = False) -> tuple[int, ...]:
+        """Places in the world of the ranks that hold the same shards as this one, or the same parameters."""
+        axes = (*mesh.axes.replica, *mesh.axes.same, *(mesh.axes.shard if whole else ()))
+        return self._sharded.grid.ranks(axes, self._axis.rank)
 
     def _of_parts(self, units: Sequence[Unit]) -> LabelledHashes:
         labels, hashes = [], []
@@ -173,7 +188,7 @@ class Replicas:
                 found = [_hashes(unit.plan.layout.fragments(held), held, tensor) for _, held, tensor in kept]
                 hashes.append(hash_of(torch.cat([each.to(unit.buffer.full.device) for each in found])))
             labels.append(f"the shard of unit '{unit.plan.name}', or its optimizer state,")
-        return self._table("shards", labels, hashes)
+        return self._table("shards", labels, hashes, ())
 
     def _state(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
         """Masters and moments of a unit, as `ShardOptimizer` lists them."""
@@ -187,7 +202,8 @@ class Replicas:
         left_out = self._own_buffers or set()
         named = {f"buffer '{name}'": buffer for name, buffer in self._sharded.module.named_buffers()}
         kept = {name: buffer for name, buffer in named.items() if name not in left_out and buffer.numel()}
-        return self._table("buffers", list(kept), [hash_tensor(buffer) for buffer in kept.values()])
+        hashes = [hash_tensor(buffer) for buffer in kept.values()]
+        return self._table("buffers", list(kept), hashes, tuple(self._sharded.stage.ranks))
 
     def _of_optimizer(self) -> LabelledHashes:
         values = {"the loss scale": _plain(self._optimizer.loss_scale)}
@@ -195,12 +211,15 @@ class Replicas:
             for key in sorted(group):
                 values[f"'{key}' of parameter group {index}"] = _plain(group[key]) if key != "params" else None
         kept = {label: text for label, text in values.items() if text is not None}
-        return self._table("optimizer", list(kept), [torch.tensor(_hash_text(text)) for text in kept.values()])
+        return self._table("optimizer", list(kept), [torch.tensor(_hash_text(text)) for text in kept.values()], ())
 
-    def _table(self, place: str, labels: list[str], hashes: list[torch.Tensor]) -> LabelledHashes:
+    def _table(
+        self, place: str, labels: list[str], hashes: list[torch.Tensor], among: tuple[Any, ...]
+    ) -> LabelledHashes:
         device = self._sharded.device
         empty = torch.zeros(0, dtype=torch.int64, device=device)
-        return LabelledHashes(place, labels, torch.stack([value.to(device) for value in hashes]) if hashes else empty)
+        found = torch.stack([value.to(device) for value in hashes]) if hashes else empty
+        return LabelledHashes(place, labels, found, among)
 
 
 def _hashes(inside: Sequence[Fragment], held: Span, tensor: torch.Tensor) -> torch.Tensor:
@@ -208,13 +227,6 @@ def _hashes(inside: Sequence[Fragment], held: Span, tensor: torch.Tensor) -> tor
     if tensor.numel() != held.numel:
         return hash_tensor(tensor)[None]
     return hash_spans(tensor.view(-1), [Span(piece.at, piece.numel) for piece in inside])
-
-
-def _differing(rows: torch.Tensor, alike: tuple[tuple[int, ...], ...]) -> list[tuple[int, int]]:
-    """Part and column of those hashes, of `rows` [ranks, n], that are not the same on all ranks that hold the part."""
-    parts = [rows[list(places)] for places in alike] or [rows]
-    columns = [(own != own[0]).any(0).nonzero().flatten().tolist() for own in parts]
-    return [(part, column) for part, differing in enumerate(columns) for column in differing]
 
 
 def _parties(values: Sequence[int], ranks: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,11 @@ from zero.launch.node.node import run as run_node
 from zero.launch.remote import job_runner, preflight
 
 
-def run(request: RunRequest) -> int:
-    """Do what `zero run` was asked to; the exit status is that of the first rank that failed."""
+def run(request: RunRequest, groups: Callable[[int], list[str]] = lambda world: []) -> int:
+    """Do what `zero run` was asked to; the exit status is that of the first rank that failed.
+
+    groups: lines of a dry run about so many ranks.
+    """
     request.check()
     if request.stray_options:
         words = ", ".join(request.stray_options)
@@ -26,19 +30,19 @@ def run(request: RunRequest) -> int:
     if job is None:
         if request.hosts.launcher != "ssh":
             say(f"--launcher {request.hosts.launcher} is not used: there is no hostfile, so this is one machine")
-        return run_node(request)
+        return run_node(request, groups)
     # A node is told who the hosts are, with nothing left to choose.
     hosts = replace(request.hosts, world=job.world.encode(), include="", exclude="")
     on_node = replace(request, num_nodes=None, num_gpus=None, hosts=hosts)
     names = [host.name for host in job.world.hosts]
     if len(names) == 1 and (request.hosts.no_ssh or is_this_machine(names[0])):
-        return run_node(on_node)
+        return run_node(on_node, groups)
     if request.hosts.no_ssh:
         return run_node(replace(on_node, master_addr=job.master_addr, master_port=job.master_port))
     for note in job.notes:
         say(note)
     if request.dry_run:
-        print("\n".join(lines(job)))
+        print("\n".join([*groups(job.world.size), *lines(job)]))
         return 0
     stopped = 0 if request.hosts.no_check else preflight.check(job)
     return stopped or job_runner.run(job)

@@ -28,6 +28,7 @@ from zero.engine.checkpoint.load_units import (
     find_alike,
     fit,
     load_buffers,
+    names_elsewhere,
     names_of_parameters,
     together,
 )
@@ -98,6 +99,7 @@ class CheckpointLoader:
             strict=load_module_strict,
             weights=custom_load_fn is None,
             masters=self._engine._config.zero_optimization.load_from_fp32_weights,
+            elsewhere=names_elsewhere(self._sharded.module, self._sharded.world),
             argument="load_module_strict",
         )
         values: Values | None = None
@@ -128,7 +130,8 @@ class CheckpointLoader:
     def take_weights(self, look: Callable[[Collection[str], Axis], tuple[Path, Index]], strict: bool) -> Match:
         """The weights, exact, of what `look` finds for a module with these buffers; for `zero.load_weights`."""
         self._saving.join()
-        ask, buffers, world = Ask(strict=strict), saved_buffers(self._sharded.module), self._sharded.world
+        buffers, world = saved_buffers(self._sharded.module), self._sharded.world
+        ask = Ask(strict=strict, elsewhere=names_elsewhere(self._sharded.module, world))
         plan = find_alike(lambda: self._fitted(*look(buffers, world), ask), world, "load_weights")
         self._take("load_weights", plan, False, None)
         self._engine._status.half_loaded = None

@@ -17,8 +17,9 @@ from zero.checkpoint.safe_file import dtype_name
 from zero.checkpoint.verify import check_headers
 from zero.checkpoint.weight_files import sort_out, weights_at
 from zero.core.init.deferred_param import DeferredParam
-from zero.core.owner import owner_of
+from zero.core.owner import cut_of, owner_of
 from zero.core.state import State
+from zero.core.values import full_shape
 from zero.core.world import Axis
 from zero.engine.checkpoint.load_units import (
     LoadPlan,
@@ -26,6 +27,7 @@ from zero.engine.checkpoint.load_units import (
     find_alike,
     fit,
     load_buffers,
+    names_elsewhere,
     names_of_parameters,
     together,
 )
@@ -83,8 +85,8 @@ def _into_module(module: nn.Module, look: Callable[[Collection[str], Axis], tupl
     deferred = [owner.unit for owner in map(owner_of, params.values()) if owner is not None]
     if any(not isinstance(unit, DeferredParam) for unit in deferred):
         raise ValueError("load_weights(target=...): this module belongs to an engine; give the engine")
-    axis = deferred[0].mesh.data if deferred else Axis(None, 1, 0, False)
-    ask, what = Ask(strict=strict), "load_weights"
+    axis = deferred[0].mesh.world if deferred else Axis(None, 1, 0, False)
+    ask, what = Ask(strict=strict, elsewhere=names_elsewhere(module, axis)), "load_weights"
     plan = find_alike(lambda: _fitted(module, params, *look(saved_buffers(module), axis), ask), axis, what)
 
     def read() -> None:
@@ -116,7 +118,8 @@ def _fitted(module: nn.Module, params: dict[str, nn.Parameter], place: Path, ind
         if owner is not None and not owner.unit.opened and owner.unit.state is not State.SHARDED:
             raise ValueError(f"load_weights: parameter '{name}' is held by GatheredParameters; load outside of it")
         others = [other for other in names[id(param)] if other != name]
-        wanted.append(TargetParameter((name, *others), tuple(param.shape), dtype_name(param.dtype)))
+        shape = tuple(param.shape) if owner is None else full_shape(owner)
+        wanted.append(TargetParameter((name, *others), shape, dtype_name(param.dtype)))
     parts = (part for name, param in params.items() for part in _parts(param, name))
     return fit(place, index, ask, wanted, module, parts, "module")
 
@@ -135,13 +138,14 @@ def _fill(reader: Reader, name: str, param: nn.Parameter) -> None:
     if owner is None or owner.unit.opened:
         values = param.detach()
         place = values if values.is_contiguous() else torch.empty_like(values, memory_format=torch.contiguous_format)
-        fill_plain(reader, name, place.view(-1), 0)
+        fill_plain(reader, name, place.view(-1), 0, cut=cut_of(param))
         reader.finish()
         if place is not values:
             values.copy_(place)
         torch.autograd.graph.increment_version((param,))
         return
     for part in _parts(param, name):
-        fill_plain(reader, name, owner.unit.shard.values.narrow(0, part.at, part.numel), part.start)
+        place = owner.unit.shard.values.narrow(0, part.at, part.numel)
+        fill_plain(reader, name, place, part.start, cut=cut_of(param))
     reader.finish()
     owner.unit.renew(0, owner.unit.shard.values)

@@ -190,17 +190,17 @@ class CheckpointSaver:
         except AGREED as error:
             return error
         self._ended, self._error = Beside.NONE, None  # all ranks know how the last one ended
-        small, own = state.small(answer["differ"])
+        small, own, extra = state.small(answer["differ"], answer["first"])
         units = [form for forms in state.forms.values() for form in forms]
-        known, fields = state.index(answer["save"], answer["tag"], options[0]) if barrier.rank == 0 else ({}, {})
+        fields = state.fields(answer["save"], answer["tag"], options[0]) if barrier.rank == 0 else {}
         plan = SavePlan(
             place=Path(answer["dir"], answer["tag"]),
             save=answer["save"],
             latest=options[0],
             forms=[*units, *small],
             own=own,
+            model={**state.model(), "extra_state": extra},
             fields=fields,
-            known=known,
             retention=self._retention,
             began=self._began,
         )
@@ -296,10 +296,7 @@ def _begin(validation: TagValidation, ranks: Sequence[int], requests: list[dict[
     if len(set(texts)) > 1:
         text = difference_text(texts, "", ranks)
         raise ValueError(f"save_checkpoint(): options is not the same on all ranks: {text}")
-    names = [[[name, *kind] for name, *kind, _ in one["buffers"]] for one in requests]
-    if any(one != names[0] for one in names):
-        texts = [", ".join(f"{name} {dtype} {shape}" for name, dtype, shape in one) for one in names]
-        raise RuntimeError(f"save_checkpoint(): the ranks have different buffers: {difference_text(texts, 'none')}")
+    differ, first = _first_holders(requests, ranks)
     root = validation.first_of([one["dir"] for one in requests], "save_checkpoint(): save_dir", ranks)
     tag = validation.first_of([one["tag"] for one in requests], "save_checkpoint(): tag", ranks)
     place = Path(root, tag)
@@ -312,10 +309,34 @@ def _begin(validation: TagValidation, ranks: Sequence[int], requests: list[dict[
             with contextlib.suppress(OSError):
                 place.rmdir()
         raise OSError(error.errno, f"save_checkpoint() cannot write to {place}: {error.strerror}") from error
-    buffers = zip(*(one["buffers"] for one in requests), strict=True)
-    differ = [same[0][0] for same in buffers if any(one != same[0] for one in same)]
     files = any(one["files"] for one in requests)
-    return {"dir": root, "tag": tag, "save": secrets.token_hex(4), "differ": differ, "files": files}
+    return {"dir": root, "tag": tag, "save": secrets.token_hex(4), "differ": differ, "first": first, "files": files}
+
+
+def _first_holders(requests: list[dict[str, Any]], ranks: Sequence[int]) -> tuple[list[str], dict[str, int]]:
+    """Names of the buffers that differ between ranks; and the first place that has a name which the first has not.
+
+    Raises RuntimeError where ranks with the same modules have different buffers, or one name is of two shapes.
+    """
+    found: dict[str, list[Any]] = {}
+    first: dict[str, int] = {}
+    for place, one in enumerate(requests):
+        kinds = {name: kind[:2] for name, kind in one["buffers"].items()}
+        alike = next(other for other in requests if other["alike"] == one["alike"])
+        same = {name: kind[:2] for name, kind in alike["buffers"].items()}
+        if kinds != same or any(found[name][0][:2] != kind for name, kind in kinds.items() if name in found):
+            texts = [
+                ", ".join(f"{name} {dtype} {shape}" for name, (dtype, shape, _) in each["buffers"].items())
+                for each in requests
+            ]
+            text = difference_text(texts, "none", ranks)
+            raise RuntimeError(f"save_checkpoint(): the ranks have different buffers: {text}")
+        for name, digest in one["buffers"].items():
+            found.setdefault(name, []).append(digest)
+        for name in (*one["buffers"], *one["extra"]):
+            first.setdefault(name, place)
+    differ = [name for name, digests in found.items() if any(each != digests[0] for each in digests)]
+    return differ, {name: place for name, place in first.items() if place}
 
 
 def _check_room(place: Path, needed: int) -> None:

@@ -29,13 +29,13 @@ from zero.plan.units import ParamSpec
 class SavedState:
     """Of one save, found out before anything is written. Raises ValueError, naming it, for what no checkpoint can hold.
 
-    units: those that are written; excluded: the frozen parameters that are not; forms: the chunks of each unit, on the
-    meta device.
+    units: those that are written; forms: the chunks of each unit, on the meta device.
     """
 
     def __init__(self, engine: Any, units: Sequence[Unit], client: Mapping[str, Any], skip_frozen: bool) -> None:
         self.units = [unit for unit in units if unit.plan.requires_grad or not skip_frozen]
-        self.excluded = sorted(spec.name for unit in units if unit not in self.units for spec in unit.plan.params)
+        left_out = [unit for unit in units if unit not in self.units and _is_first(unit)]
+        self._excluded = [spec.name for unit in left_out for spec in unit.plan.params]
         self._engine = engine
         self._optimizer = engine.optimizer
         self._world: World = engine._sharded.world
@@ -49,7 +49,8 @@ class SavedState:
                 )
             unit.take_writes()
         self._buffers = saved_buffers(engine.module)
-        self._extra = encode(_extra_states(engine.module), "extra_state")
+        self._extra_of = _extra_states(engine.module)
+        self._extra = encode(self._extra_of, "extra_state")
         self._shared = encode(shared_state(engine), "engine_state")
         self._client = encode(client, "client_state")
         self._own = encode(rank_state(engine), f"rank_state/{self._world.rank}")
@@ -59,24 +60,36 @@ class SavedState:
     def request(self) -> dict[str, Any]:
         """What rank 0 must know of it before anything is written, as JSON."""
         nbytes = sum(form.values.nbytes for forms in self.forms.values() for form in forms)
-        buffers = [] if self._world.size == 1 else self._buffers.items()
+        alone = self._world.size == 1
         return {
-            "buffers": [[name, *_digest(value)] for name, value in buffers],
+            "buffers": {} if alone else {name: _digest(value) for name, value in self._buffers.items()},
+            "extra": [] if alone else [*self._extra_of],
+            "alike": self._engine._sharded.stage.ranks[0],
             "nbytes": nbytes + sum(chunk.values.nbytes for chunk in self._whole),
             "files": not all(unit.shard.placement.resident for unit in self.units),
         }
 
-    def small(self, differ: Sequence[str]) -> tuple[list[TensorChunk], dict[str, Any]]:
-        """Buffers and what comes with them: on rank 0 all, elsewhere what is not as on rank 0; and `SavePlan.own`.
+    def small(
+        self, differ: Sequence[str], first: Mapping[str, int]
+    ) -> tuple[list[TensorChunk], dict[str, Any], dict[str, Any]]:
+        """Buffers and what comes with them; `SavePlan.own`; and the states of modules, as JSON.
 
-        differ: names of the buffers that are not the same on all ranks.
+        A buffer or state is of the first rank that has it; of others' what is not the same is written, too.
+        differ: names of the buffers that are not the same on all ranks; first: the first rank that has a name, where
+        that is not rank 0.
         """
+        rank = self._world.rank
+        whole = {name: value for name, value in self._buffers.items() if first.get(name, 0) == rank}
+        own = {name: f"rank {rank}/buffer/{name}" for name in differ if name in self._buffers and name not in whole}
+        extra = self._extra
+        if not self._world.writes:
+            held = {name: value for name, value in self._extra_of.items() if first.get(name, 0) == rank}
+            extra = encode(held, f"rank {rank}/extra_state")
+        tensors = {**{own[name]: self._buffers[name] for name in own}, **self._own[1], **extra[1]}
         if self._world.writes:
-            tensors = {**self._own[1], **self._shared[1], **self._extra[1], **self._client[1]}
-            return [*self._whole, *_whole_chunks("tensor", tensors)], {"buffers": {}, "state": self._own[0]}
-        own = {name: f"rank {self._world.rank}/buffer/{name}" for name in differ}
-        tensors = {**{own[name]: self._buffers[name] for name in own}, **self._own[1]}
-        return _whole_chunks("tensor", tensors), {"buffers": own, "state": self._own[0]}
+            tensors |= self._shared[1] | self._client[1]
+        chunks = [*_whole_chunks("buffer", whole), *_whole_chunks("tensor", tensors)]
+        return chunks, {"buffers": own, "state": self._own[0]}, extra[0]
 
     def chunks(self, small: Sequence[TensorChunk]) -> Iterator[tuple[TensorChunk, bool]]:
         """These and those of all units, each valid until the next, and whether it lies in memory and not in files."""
@@ -90,27 +103,34 @@ class SavedState:
         """Of the chunks that lie in memory."""
         return [form for unit, forms in self.forms.items() if unit.shard.placement.resident for form in forms]
 
-    def index(self, save: str, tag: str, latest: bool) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-        """What the index says beside where things lie: of each parameter, and of all; see `assemble`."""
+    def model(self) -> dict[str, Any]:
+        """What the index says of the parameters that no rank before this one has, beside where they lie; JSON."""
         known: dict[str, dict[str, Any]] = {}
-        for unit in self.units:
+        for unit in filter(_is_first, self.units):
             trained = unit.shard.master is not None and self._optimizer is not None
             more = _numbers(unit, self._optimizer) if trained else {}
             group, dtype = unit.plan.group if trained else None, NAMES[unit.shard.values.dtype]
             for spec, param in zip(unit.plan.params, unit.params, strict=True):
                 known[spec.name] = {"group": group, "numbers": more, "dtype": dtype, "shape": _full(spec, param).shape}
-        steps = self._engine.global_steps
-        return known, {
+        tied = {name: other for name, other in _tied_names(self._engine.module).items() if other in known}
+        return {"known": known, "tied": tied, "excluded": self._excluded}
+
+    def fields(self, save: str, tag: str, latest: bool) -> dict[str, Any]:
+        """What it says of all, see `assemble`."""
+        return {
             "save": save,
             "tag": tag,
-            "tied": {name: other for name, other in _tied_names(self._engine.module).items() if other in known},
-            "shared": {"global_steps": steps, "state": self._shared[0], "extra_state": self._extra[0]},
+            "shared": {"global_steps": self._engine.global_steps, "state": self._shared[0]},
             "client": self._client[0],
             "config": as_json(self._engine.config),
             "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
             "rotates": latest,
-            "excluded": tuple(self.excluded),
         }
+
+
+def _is_first(unit: Unit) -> bool:
+    """Whether no rank before this one has the same of it."""
+    return unit.mesh.data.rank == 0 and unit.mesh.counts
 
 
 def _unit_chunks(unit: Unit, optimizer: ZeroOptimizer | None, forms: bool = False) -> Iterator[TensorChunk]:
