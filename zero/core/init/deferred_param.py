@@ -161,9 +161,9 @@ class DeferredParam(ShardedParams):
         if (mesh := self._mesh_of(axes_of(param))) is not self.mesh:  # said since it was registered
             self._on(mesh, param, name, self.index)
             self.on_read = on_read
+        self.plan = self.buffer.plan = _plan(param, name, mesh)
         if mesh.data.rank == 0:
             share_equal([param], self.plan, mesh.beside)
-        self.plan = self.buffer.plan = _plan(param, name, mesh)
         self.shard.window = self.plan.layout.shard(self.mesh.shard.rank, self.mesh.shard.size)
         self.shard.values = storage.put(comm.deal(param.detach(), self.shard.window.numel, self.mesh.shard))
         share_beside([param], self.mesh.data, self.plan.name)
