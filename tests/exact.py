@@ -39,10 +39,11 @@ WAYS = {
     "pp 2 x dp 2": Way({"pp": 2, "dp_shard": 2}, (("embed", "experts"), ("up", "fed", "scale"))),
     "a rank without any": Way({"pp": 2}, (tuple(SHAPES), ())),
     "ep 2 x efsdp 2": Way({"dp_shard": 4, "ep": 2}),
+    "ep 2 = dp 2": Way({"dp_shard": 2, "ep": 2}),
     "tp 2 x dp 2": Way({"dp_shard": 2, "tp": 2}),
     "cp 2 x ep 2": Way({"dp_shard": 2, "cp": 2, "ep": 2}),
 }
-WORLDS = {"one": 1, "pp 2": 2, "a rank without any": 2}  # of others 4
+WORLDS = {"one": 1, "pp 2": 2, "a rank without any": 2, "ep 2 = dp 2": 2}  # of others 4
 
 
 def values(name: str) -> torch.Tensor:

@@ -139,6 +139,24 @@ def test_the_norm_of_gradients_of_all_ones_is_the_root_of_their_number(pool, way
     assert set(run(pool, way, ones, stage)) == {math.sqrt(NORM)}
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_megatron_6660_experts_that_no_other_rank_has_are_summed_once_over_micro_batches(pool, stage):
+    """The gradient of a buffer whose group has one rank was doubled at every micro-batch."""
+    json = {"stage": stage, **ADAM, **CLIPPED}
+    (wanted,) = run(pool, "one", trained, json)
+    check(run(pool, "ep 2 = dp 2", trained, json), wanted)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_1522_a_rank_without_parameters_takes_part_in_the_norm(pool, stage):
+    """The ranks of the other stages waited for it in the norm."""
+    json = {"stage": stage, "precision": "bf16", **ADAM, **CLIPPED}
+    (wanted,) = run(pool, "one", trained, json)
+    found = run(pool, "a rank without any", trained, json)
+    assert found[1] == (wanted[0], {})
+    check(found, wanted)
+
+
 @each_way
 @pytest.mark.parametrize("stage", [3, *longer(0, 1, 2)])
 def test_a_checkpoint_of_any_way_goes_on_in_any_other(pool, tmp_path, way, stage):

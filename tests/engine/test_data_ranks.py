@@ -59,7 +59,7 @@ def test_contradictions_are_refused_with_the_numbers():
         (config(3, 4), {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))}),
         (config(3, 4), {"device_mesh": init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", *NAMES))}),
         (config(3, 4), {"device_mesh": DeviceMesh("cpu", [[0, 2], [1, 3]])}),
-        (config(3, 4), {"mesh_param": {"dp_shard": 2, "tp": 2}}),
+        (config(3, 2), {"mesh_param": {"dp_shard": 2, "tp": 2}}),
         (config(3, 2, gradient_clipping=1.0), {"mpu": GridGroups(Grid(4, {"tp": 2}))}),
     ]
     wanted = [
@@ -72,7 +72,7 @@ def test_contradictions_are_refused_with_the_numbers():
         "ValueError: device_mesh: got a mesh of dimensions 'dp', 'tp'; wanted the data-parallel ones",
         "ValueError: device_mesh: got a mesh of dimensions 'pp', 'dp_replicate', 'dp_shard'; wanted",
         "ValueError: device_mesh: got ranks in the order [0, 2, 1, 3]; wanted them ascending, shards innermost",
-        "ValueError: mesh_param: got {'dp_shard': 2, 'tp': 2}; only the axes dp_replicate and dp_shard can be larger",
+        "ValueError: initialize(): tp is 2, and no parameter of the model is a part of a larger one",
         "ConfigError: mpu: got 2 ranks for one replica of the model; the gradient norm and the check for overflow",
     ]
     for (json, arguments), said in zip(cases, wanted, strict=True):

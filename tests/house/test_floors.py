@@ -27,7 +27,7 @@ MAX_FUNCTION_LINES = 60
 FLOORS = {
     f"zero.{name}" if name != "zero" else name: number
     for number, names in {
-        0: "log compat compat.names",
+        0: "log compat compat.names plan.grid",
         1: "errors config plan launch",
         2: "kernels watchdog compat.bitsandbytes compat.timers",
         3: "memory",
@@ -48,7 +48,7 @@ STEPS_OF_CORE = {"zero.core": 0} | {
         1: "world tensors tree leaf micro_batches",
         2: "comm mesh released",
         3: "agree accumulator master param_buffer owner",
-        4: "reduction shard initial_values",
+        4: "reduction shard initial_values unit_table",
         5: "gradients gathering refusals",
         6: "mixed_precision sharded_params",
         7: "unit init init.deferred_param",
@@ -57,7 +57,8 @@ STEPS_OF_CORE = {"zero.core": 0} | {
         10: "streaming reducer",
         11: "hooks rounds",
         12: "sharded_module",
-        13: "access values",
+        13: "values",
+        14: "access",
     }.items()
     for name in names.split()
 }

@@ -20,7 +20,8 @@ def groups(of: nn.Module | Mapping[str, int]) -> GridGroups:
     sp), tp and ep, with or without `_size` behind the name. What they leave is dp_shard.
     Raises ValueError for sizes that do not make up the ranks there are, and for an engine of only some of them.
     """
-    grid = getattr(getattr(of, "_sharded", None), "grid", None)
+    sharded = getattr(of, "_sharded", None)
+    grid = None if sharded is None else sharded.meshes.grid
     if isinstance(of, Mapping):
         sizes = by_axis(of)
         grid = Grid(dist.get_world_size(), sizes, ep=sizes.pop("ep", 1))

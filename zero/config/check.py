@@ -19,7 +19,7 @@ from zero.config.override import override
 from zero.config.read import read
 from zero.config.unavailable import lookup
 from zero.config.walk import Walk, problem_line
-from zero.plan.grid import AXES, DATA
+from zero.plan.grid import DATA
 
 _NOT_AVAILABLE = {"amsgrad": "AMSGrad is not available", "eps_inside_sqrt": "eps is added to the root"}
 
@@ -29,6 +29,7 @@ def load(
     world_size: int,
     told: Told = NOTHING_TOLD,
     *,
+    forms: bool = True,
     filled: bool = True,
     stand_ins: Collection[str] = (),
     checks: Mapping[str, Callable[[str, Mapping[str, Any]], list[str]]] = MappingProxyType({}),
@@ -39,8 +40,8 @@ def load(
     that is wrong, also for each `"auto"` that no default can replace. With `filled=False` the config is one that
     Hugging Face has not filled in yet: "auto" counts as not given. If no batch size is given then, or where the script
     ends its steps by itself, the micro-batch is 1. `stand_ins` are sections that the script replaces by its own
-    objects. `checks`: by section, a function
-    that finds problems of its `type` and `params` that need torch to be known.
+    objects. `checks`: by section, a function that finds problems of its `type` and `params` that need torch to be
+    known. `forms`: ranks may have parts of the model only, which not all that reads a config counts on.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size: got {show(world_size)}, wanted an integer of at least 1")
@@ -49,15 +50,14 @@ def load(
     file = walk.section(config.values, File)
     errors = [*config.errors, *walk.errors, *_optimizer(file)]
     staged = not any(line.startswith("zero_optimization.stage") for line in errors)
-    divided = [*rules.indivisible("sequence_parallel_size", file.sequence_parallel_size, world_size)]
     sharded = [*rules.sharding(file, world_size)] if staged else []
     grid, wrong = grid_of(file, world_size, told)
-    errors += divided or (wrong if not sharded else [])
+    divided = [*rules.indivisible("sequence_parallel_size", file.sequence_parallel_size, world_size)]
+    errors += [*(divided or ([] if sharded else wrong)), *rules.forms(file, grid, forms)]
     file = file.model_copy(update={"sequence_parallel_size": grid.size("cp")})
-    data_ranks = grid.size(*DATA)
     for name, check in checks.items():
-        section = getattr(file, name)
-        errors += check(section.type, section.params) if section is not None and name not in stand_ins else []
+        if (section := getattr(file, name)) is not None and name not in stand_ins:
+            errors += check(section.type, section.params)
     errors += _autos(walk.autos, stand_ins) if filled else []
     batch = None
     if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):
@@ -65,7 +65,7 @@ def load(
         if train is None and micro is None and not (filled and file.managed_gradient_accumulation):
             micro = 1
         try:
-            batch = resolve(train, micro, steps, data_ranks)
+            batch = resolve(train, micro, steps, grid.size(*DATA))
         except ValueError as error:
             note = "; ranks share sequences, which Accelerate is told by ParallelismConfig(sp_size=...) instead"
             errors.append(str(error) + note * (file.sequence_parallel_size > 1))
@@ -73,8 +73,6 @@ def load(
         errors += filter(None, [tree_error(batch.steps, grid.size(*DATA, "cp"))])
     errors += [*rules.precision(file), *rules.storage(file), *rules.graphs(file), *rules.means(file)]
     errors += [*rules.quantized(file), *sharded]
-    if file.zero_optimization.zero_hpz_partition_size > 1 and (size := grid.size("pp", "tp")) > 1:
-        errors.append(f"zero_optimization.zero_hpz_partition_size: got more than 1 with pp x tp {size}; keep one")
     for warning in walk.warnings:
         log.log_once(logging.WARNING, warning)  # before the error: a misspelt section may be its cause
     if errors or batch is None:
@@ -84,7 +82,7 @@ def load(
         log.log_once(logging.INFO, f"keys of the config that have no effect: {text}")
     fields = dict(file) | {TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.steps}
     return Config.model_construct(
-        _fields_set=set(file.model_fields_set), **fields, world_size=data_ranks, grid=grid, raw=config.values
+        _fields_set=set(file.model_fields_set), **fields, world_size=grid.size(*DATA), grid=grid, raw=config.values
     )
 
 
@@ -102,7 +100,7 @@ def problems(file: str | None, sets: Sequence[str]) -> list[str]:
 
 
 def group_lines(file: str | None, sets: Sequence[str], world: int) -> list[str]:
-    """The groups of `world` ranks along each axis that such a configuration makes, as comments of a shell.
+    """The groups of `world` ranks that such a configuration makes, as comments of a shell.
 
     Raises ConfigError for sizes that do not fit.
     """
@@ -112,11 +110,7 @@ def group_lines(file: str | None, sets: Sequence[str], world: int) -> list[str]:
     grid, errors = grid_of(Walk().section(source.values, File), world, NOTHING_TOLD)
     if errors:
         raise ConfigError(errors)
-    return [
-        f"# {axis}: ranks {'; '.join(' '.join(map(str, ranks)) for ranks in grid.lists(axis))}"
-        for axis in (*AXES, "ep")
-        if 1 < grid.size(axis) < world or (grid.size(axis) == world > 1 and axis not in DATA)
-    ]
+    return [f"# {line}" for line in grid.text()]
 
 
 def _optimizer(file: File) -> list[str]:

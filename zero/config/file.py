@@ -20,11 +20,12 @@ from zero.config.sections import (
     TorchAutocast,
     Zero,
 )
-from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, enabled
+from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, beyond, enabled
 from zero.config.values import Bool, Dtype, NotNegative, Positive, Section, Settings, Steps, absent, choice
 from zero.config.zero_section import ZeroOptimization
 
 _ONLY_DATA = "is not there yet: ranks share out data and sequences only; leave it out"
+_NOT_FOR_YOU = "is not there yet: layers are not placed for you; leave out all but the number of ranks"
 _NOT_ENABLED = Unavailable(NOT_AVAILABLE.message, on=enabled)
 # Sections that decide over numbers and memory: what was meant for them must not be ignored.
 _DECISIVE = ("zero_optimization", "zero", "fp16", "bf16", "data_types", "torch_autocast", "activation_checkpointing")
@@ -124,12 +125,13 @@ class File(Section):
 
     amp: Annotated[Settings, Unavailable("apex amp is not available; use bf16", on=enabled)]
     msamp: Annotated[Settings, Unavailable("MS-AMP is not available; use bf16", on=enabled)]
-    pipeline: Settings
-    """`stages`: ranks that have different layers."""
+    pipeline: Annotated[Settings, Unavailable(_NOT_FOR_YOU, on=beyond("stages"))]
+    """`stages`: how many, where a script places its layers on ranks by hand; anything else is an error."""
     tensor_parallel: Settings
-    """`autotp_size`: ranks that layers are cut over, by `zero.set_cut`."""
-    expert_parallel: Settings
-    """`autoep_size`: ranks that experts are divided among, by `zero.set_cut`."""
+    """`autotp_size`, `tp.tp_size`: ranks that layers are cut over, where a script says how by `zero.set_cut`."""
+    expert_parallel: Annotated[Settings, Unavailable(_NOT_FOR_YOU, on=beyond("enabled", "autoep_size", "ep_size"))]
+    """`autoep_size`: ranks that experts are divided among, where a script says how by `zero.set_cut`; anything else in
+    an enabled section is an error."""
     compile: Annotated[Settings, Unavailable("DeepCompile is not available; leave it out", at="deepcompile")]
     elasticity: Annotated[Settings, Unavailable("is not available in this release; set train_batch_size", on=enabled)]
     autotuning: Annotated[Settings, Unavailable("is not read; use `zero tune script.py`", on=enabled)]

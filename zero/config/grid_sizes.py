@@ -53,12 +53,15 @@ def grid_of(file: File, world: int, told: Told) -> tuple[Grid, list[str]]:
     if shard and "dp_shard" not in sizes:
         sizes["dp_shard"] = max(1, shard // sizes.get("cp", 1))
         sizes.setdefault("dp_replicate", max(1, world // _product(sizes)))
+    ep = sizes.pop("ep", 1)
+    if not (file.zero_optimization.stage or shard or ep > 1 or "dp_shard" in sizes):
+        sizes["dp_shard"] = 1  # nothing is cut
+        sizes.setdefault("dp_replicate", max(1, world // _product(sizes)))
     if not errors:
         try:
-            ep = sizes.pop("ep", 1)
             return Grid(world, sizes, ep), []
         except GridError as error:
-            errors.append(f"{', '.join([*names.values(), *filter(None, [told.source])])}: {error}")
+            errors.append(f"{', '.join([*names.values(), *([told.source] if told.sizes else [])])}: {error}")
     return Grid(world), errors
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from zero.config.file import File
+from zero.config.grid_sizes import KEYS, given_sizes
+from zero.plan.grid import Grid
 
 MAX_SCALE_POWER = 64  # of the loss scale: see LARGEST in zero/optim/scaler.py
 _HPZ = "zero_optimization.zero_hpz_partition_size"
@@ -122,6 +124,14 @@ def means(file: File) -> Iterator[str]:
     for key, dtype in dtypes.items() if file.zero.mean == "tokens" else ():
         if dtype == "fp16":
             yield f"{key}: got 'fp16' with zero.mean 'tokens', whose sums leave its range; use 'bf16' or 'fp32'"
+
+
+def forms(file: File, grid: Grid, taken: bool) -> Iterator[str]:
+    """Rules about ranks that have parts of the model only, which may not be `taken` here."""
+    if not taken and (named := [key for key in given_sizes(file) if KEYS[key] != "cp"]):
+        yield f"{', '.join(named)}: is not planned for yet; leave it out here, only training takes it"
+    if file.zero_optimization.zero_hpz_partition_size > 1 and (size := grid.size("pp", "tp")) > 1:
+        yield f"{_HPZ}: got more than 1 with pp x tp {size}; keep one of the two"
 
 
 def sharding(file: File, world_size: int) -> Iterator[str]:

@@ -31,6 +31,16 @@ def enabled(value: Any) -> bool:
     return value.get("enabled") == 1 or any(enabled(inner) for inner in value.values())
 
 
+def beyond(*keys: str) -> Callable[[Any], bool]:
+    """Switched on by other keys than these; by none where `enabled` is among these, and not true."""
+
+    def on(value: Any) -> bool:
+        idle = isinstance(value, Mapping) and "enabled" in keys and not enabled(value)
+        return given(value) and not idle and not (isinstance(value, Mapping) and value.keys() <= {*keys})
+
+    return on
+
+
 @dataclass(frozen=True)
 class Unavailable:
     """Marks a key that is an error once it is switched on."""

@@ -114,7 +114,7 @@ class Meshes:
         return tuple({mesh.order: mesh for mesh in self._made.values()}.values())
 
     @property
-    def stage(self) -> Axis:
+    def peers(self) -> Axis:
         """The ranks that hold the same modules: all, but for those along pp; collective."""
         return self.along(*AXES[1:])
 

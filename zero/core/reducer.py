@@ -55,7 +55,6 @@ class Reducer:
     pending:  a backward was flushed without a reduction. The same on all ranks, even if their gradients are not, except
               where a step is one reduction over ranks that ran different numbers of backwards;
     weights:  of the backwards of this step on this rank;
-    deferred: whether gradients stay on their rank, see `defer`;
     on_begin, on_finish: called before anything else of a backward, and once all of its reductions have begun;
     on_last: called when the last backward of a step begins, before any gradient lands;
     on_flush: called at the end of every backward, after the gradients.
@@ -76,7 +75,6 @@ class Reducer:
         self.rounds = 0
         self.pending = False
         self.weights = Weights()
-        self.deferred = False
         self.on_begin: Callable[[], object] = bool
         self.on_finish: Callable[[], object] = bool
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
@@ -191,12 +189,15 @@ class Reducer:
 
     @contextlib.contextmanager
     def defer(self) -> Iterator[None]:
-        """Inside, backwards leave their gradients on their rank, whatever the stage; they are reduced at `settle`."""
-        self.deferred = True
+        """Inside, backwards that are not at a boundary leave their gradients on their rank, also where these are cut.
+
+        They are reduced at `settle`.
+        """
+        each, self._every_micro_batch = self._every_micro_batch, False
         try:
             yield
         finally:
-            self.deferred = False
+            self._every_micro_batch = each
 
     def settle(self) -> None:
         """Reduce what earlier backwards left on their ranks, if anything; collective."""
@@ -265,7 +266,7 @@ class Reducer:
 
     @property
     def _fires(self) -> bool:
-        return not self.deferred and (self._every_micro_batch or self.boundary)
+        return self._every_micro_batch or self.boundary
 
     def _hook(self, position: int, index: int) -> Callable[[nn.Parameter], None]:
         # Weak, because the parameter outlives the engine when `destroy` was not called. Nor may it hold the unit, which

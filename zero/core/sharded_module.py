@@ -50,9 +50,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class ShardedModule:
     """A module whose parameters live in units, and the two parts that move them.
 
-    world: all ranks; stage: those with the same modules; grid: the axes of all; data_size: how many have samples of
-    their own; summed: over how many gradients are; table: the trained units of all ranks; meshes: of those units, each
-    once, in one order on all ranks.
+    world: all ranks; meshes: of its units, and the grid of all ranks; table: the trained units of all ranks.
     """
 
     def __init__(
@@ -76,9 +74,7 @@ class ShardedModule:
         for unit in self.trained if numerics.tree else ():
             unit.gradients.sum_as_tree()
         self.sharding = sharding
-        self.world, self.grid, self.device = world, meshes.grid, device
-        self.data_size, self.summed = meshes.sizes
-        self.stage, self.table, self.meshes = meshes.stage, table, meshes.made
+        self.world, self.meshes, self.table, self.device = world, meshes, table, device
         self.prefetcher = ParamPrefetcher(self.units, limits)
         self.reducer = Reducer(self.units, sharding, self.prefetcher, FirstNotFinite(self.trained, world))
         if any(unit.cut for unit in units):
@@ -279,7 +275,7 @@ def wrap(
             units.append(unit := Unit(plan, params, index, shared[index], sharding.params, placement))
             _adopt(unit, device, sharding, numerics, section, index in persistent)
             freed.add(0 if device.type == "cuda" else unit.buffer.full.numel() * unit.buffer.full.itemsize)
-        _adopt_buffers(module, device, meshes.stage, None if numerics.buffers is None else DTYPES[numerics.buffers])
+        _adopt_buffers(module, device, meshes.peers, None if numerics.buffers is None else DTYPES[numerics.buffers])
         give_back()
         sharded = ShardedModule(module, units, sharding, world, meshes, table, device, numerics, limits, offload)
     except BaseException:
@@ -425,10 +421,10 @@ def _awaited(module: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[
     return {child: tuple({unit.index: unit for unit in read}.values()) for child, read in found.items()}
 
 
-def _adopt_buffers(module: nn.Module, device: torch.device, stage: Axis, dtype: torch.dtype | None) -> None:
+def _adopt_buffers(module: nn.Module, device: torch.device, peers: Axis, dtype: torch.dtype | None) -> None:
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 child._buffers[name] = buffer = buffer.to(device, dtype if buffer.is_floating_point() else None)
                 if buffer.numel():
-                    comm.broadcast(buffer, 0, stage, "buffers")
+                    comm.broadcast(buffer, 0, peers, "buffers")

@@ -14,7 +14,10 @@ from zero.plan.units import UnitPlan
 
 
 class UnitTable(NamedTuple):
-    """names: of all units, each once, in one order on all ranks; places: of this rank's units there, in its order."""
+    """Of the trained units of all ranks, and the places of this rank's there.
+
+    names: each once, in one order on all ranks; places: of this rank's units, in its order.
+    """
 
     names: tuple[str, ...] = ()
     places: tuple[int, ...] = ()

@@ -65,7 +65,7 @@ class Accumulation:
         sharded.reducer.on_flush.append(lambda: (ended() or bool)())
         self.rounds_of_ranks: Rounds | None = None
         if not config.managed_gradient_accumulation:
-            parts = sharded.units, sharded.stage, sharded.prefetcher, sharded.reducer
+            parts = sharded.units, sharded.meshes.peers, sharded.prefetcher, sharded.reducer
             self.rounds_of_ranks = Rounds(*parts, sharded.sharding.grads)
         self._tell_reducer()
 
@@ -177,7 +177,7 @@ class Accumulation:
         Raises ValueError for what is no multiple of micro-batch x ranks, RuntimeError in the middle of a window.
         """
         self._status.check()
-        per_round = self.config.train_micro_batch_size_per_gpu * self._sharded.data_size
+        per_round = self.config.train_micro_batch_size_per_gpu * self._sharded.meshes.sizes[0]
         if train_batch_size < 1 or train_batch_size % per_round:
             raise ValueError(
                 "Train batch size must be divisible by micro-batch data parallelism: "
@@ -262,7 +262,7 @@ class Accumulation:
     def count_samples(self, reports: Mapping[int, RankReport]) -> None:
         """Let `samples` be those of a step whose ranks have run as many backwards as they report."""
         if self.rounds_of_ranks is not None:
-            ran = sum(int(each.backwards) for each in reports.values()) * self._sharded.data_size // len(reports)
+            ran = sum(int(each.backwards) for each in reports.values()) * self._sharded.meshes.sizes[0] // len(reports)
             self.samples = ran * self.config.train_micro_batch_size_per_gpu
 
     def pass_ended(self) -> None:

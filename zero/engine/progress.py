@@ -248,7 +248,7 @@ class Progress:
         self._reported = _Reported(at, at if whole else last.memory, sent)
         first = world.global_rank == 0
         if not first:  # what is its own
-            reports, samples = {world.global_rank: reports[world.global_rank]}, samples // self._sharded.data_size
+            reports, samples = {world.global_rank: reports[world.global_rank]}, samples // self._sharded.meshes.sizes[0]
         return StepReport(
             step=status.global_steps,
             time=time.time(),

@@ -176,7 +176,7 @@ class Replicas:
     def _holders(self, mesh: Mesh, whole: bool = False) -> tuple[int, ...]:
         """Places in the world of the ranks that hold the same shards as this one, or the same parameters."""
         axes = (*mesh.axes.replica, *mesh.axes.same, *(mesh.axes.shard if whole else ()))
-        return self._sharded.grid.ranks(axes, self._axis.rank)
+        return self._sharded.meshes.grid.ranks(axes, self._axis.rank)
 
     def _of_parts(self, units: Sequence[Unit]) -> LabelledHashes:
         labels, hashes = [], []
@@ -203,7 +203,7 @@ class Replicas:
         named = {f"buffer '{name}'": buffer for name, buffer in self._sharded.module.named_buffers()}
         kept = {name: buffer for name, buffer in named.items() if name not in left_out and buffer.numel()}
         hashes = [hash_tensor(buffer) for buffer in kept.values()]
-        return self._table("buffers", list(kept), hashes, tuple(self._sharded.stage.ranks))
+        return self._table("buffers", list(kept), hashes, tuple(self._sharded.meshes.peers.ranks))
 
     def _of_optimizer(self) -> LabelledHashes:
         values = {"the loss scale": _plain(self._optimizer.loss_scale)}

@@ -79,7 +79,7 @@ class TrainingStep:
         every = config.zero.check_replicas
         self.recomputing = recomputing
         self.progress = Progress(config, sharded, optimizer, status, device)
-        self.record = StepRecord(sharded.world, device, status, sharded.grid.ranks(DATA, 0))
+        self.record = StepRecord(sharded.world, device, status, sharded.meshes.grid.ranks(DATA, 0))
         self.sharing = sharing
         self.randomness = Randomness(sharded.world, device) if sharded.numerics.tree else None
         self.replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None

@@ -84,7 +84,7 @@ def global_norm(sharded: ShardedModule, report: RankReport) -> Norm:
     span or, if gradients are not cut, the whole; units of one mesh add up first, then spans in order, then meshes.
     So all stages add the same numbers in the same order. A rank adds 0 for a mesh of which it has no unit.
     """
-    units, meshes, device = sharded.trained, sharded.meshes, sharded.device
+    units, meshes, device = sharded.trained, sharded.meshes.made, sharded.device
     squares = _row([_squares(unit) for unit in units], device)
     bad = _first_bad(squares, sharded.table) if cuda.reads_wait(device) else len(sharded.table.names)
     of_mesh = [[at for at, unit in enumerate(units) if unit.mesh.order == mesh.order] for mesh in meshes]

@@ -66,8 +66,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_overflow = check_overflow
         self.away = False  # the engine keeps state in host memory
         self._sharded: ShardedModule | None = None
-        self._mean = 1.0
-        self._deferring = False
+        self._mean, self._deferring = 1.0, False
         self._counted = False  # it is divided at the step by what the micro-batches count
         self._last = _Last()
         self._pending: Outcome | None = None  # of the last step, until the host has read it; `_then` runs after that
@@ -388,7 +387,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def _repeats(self) -> int:
         """How many ranks have the same micro-batches, and gradients that are not added up."""
-        return self._sharded.world.size // self._sharded.summed
+        return self._sharded.world.size // self._sharded.meshes.sizes[1]
 
     def _take(self, numbers: Numbers) -> None:
         overflow = self._check_overflow and not math.isfinite(numbers.norm)

@@ -124,6 +124,29 @@ class Grid:
             for place in range(self.size(*axes.replica))
         )
 
+    def text(self) -> list[str]:
+        """Lines with the groups along each axis, those of one rank left out."""
+        both, cp, ep = min(map(self.size, DATA)) > 1, self.size("cp") > 1, self.size("ep") > 1
+        kinds = {
+            "tensor parallel (tp)": ("tp",),
+            "context parallel (cp)": ("cp",),
+            "pipeline (pp)": ("pp",),
+            "data parallel (dp)": DATA,
+            "data and context parallel (dp x cp)": (*DATA, "cp") * cp,
+            "shards of state (dp_shard)": ("dp_shard",) * both,
+            "replicas of state (dp_replicate)": ("dp_replicate",) * both,
+            "one replica of the model (mp: pp x tp)": ("mp",),
+            "first and last stage (embedding)": ("embedding",),
+            "experts (ep)": ("ep",),
+            "shards of an expert's state (efsdp)": ("efsdp",) * ep,
+        }
+        factors = " x ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1)
+        lines = [f"{self.world} rank{'s' * (self.world > 1)}{': ' * bool(factors)}{factors}"]
+        for kind, axes in kinds.items():
+            if len((lists := self.lists(*axes))[0]) > 1:
+                lines += [f"{kind}: {len(lists)} of {len(lists[0])}", f"  {' '.join(map(str, map(list, lists)))}"]
+        return lines
+
     def warnings(self, ranks_per_host: int) -> list[str]:
         """Warnings of unusual grids: odd numbers of ranks along an axis, tensor parallelism between hosts."""
         lines, data, tp = [], self.size(*DATA), self.sizes["tp"]

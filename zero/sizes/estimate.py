@@ -145,7 +145,7 @@ def estimate(
     """
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device: got {device!r}, wanted 'cuda' or 'cpu'")
-    settings = load(DEFAULT if config is None else config, ranks, filled=False)
+    settings = load(DEFAULT if config is None else config, ranks, filled=False, forms=False)
     if isinstance(model, int | float):
         model = shape_of(model, layers, width)
         what = str(model)

@@ -94,14 +94,10 @@ class CheckpointLoader:
         another `load_checkpoint` repairs it, and `destroy()` is all that it does else.
         """
         self._saving.join()  # else it would be by chance which checkpoint is there, or the one before that one
-        ask = Ask(
-            states=load_optimizer_states and not load_module_only and self._optimizer is not None,
-            strict=load_module_strict,
-            weights=custom_load_fn is None,
-            masters=self._engine._config.zero_optimization.load_from_fp32_weights,
-            elsewhere=names_elsewhere(self._sharded.module, self._sharded.world),
-            argument="load_module_strict",
-        )
+        states = load_optimizer_states and not load_module_only and self._optimizer is not None
+        masters = self._engine._config.zero_optimization.load_from_fp32_weights
+        ask = Ask(states, load_module_strict, custom_load_fn is None, masters, argument="load_module_strict")
+        ask = ask._replace(elsewhere=names_elsewhere(self._sharded.module, self._sharded.world))
         values: Values | None = None
 
         def look() -> LoadPlan | None:

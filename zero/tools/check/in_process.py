@@ -87,7 +87,7 @@ class Copies:
             else:
                 client = rule._kind(groups, **rule._params)
         if run.kind is not RunKind.ENGINE:
-            settings = load(raw, origin.world_size, filled=False)
+            settings = load(raw, origin.world_size, filled=False, forms=False)
             return PlainEngine(model, client, groups, settings, run.kind)
         trained = {"optimizer": client} if client is not None else {"model_parameters": groups}
         return self._initialize(model=model, config=raw, dist_init_required=False, **trained)[0]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from zero.config import Config, ConfigError, load
 from zero.config.batch import MICRO, STEPS, TRAIN
+from zero.config.grid_sizes import Told
 from zero.config.override import apply
 from zero.config.read import read
 from zero.launch.launch_messages import check_writable
@@ -77,41 +78,21 @@ def _print_groups(given: argparse.Namespace) -> None:
     grid = _grid(given)
     for line in grid.warnings(_ranks_per_host(given)):
         print(f"zero plan: warning: {line}", file=sys.stderr)
-    both, cp, ep = min(map(grid.size, DATA)) > 1, grid.size("cp") > 1, grid.size("ep") > 1
-    kinds = {
-        "tensor parallel (tp)": ("tp",),
-        "context parallel (cp)": ("cp",),
-        "pipeline (pp)": ("pp",),
-        "data parallel (dp)": DATA,
-        "data and context parallel (dp x cp)": (*DATA, "cp") * cp,
-        "shards of state (dp_shard)": ("dp_shard",) * both,
-        "replicas of state (dp_replicate)": ("dp_replicate",) * both,
-        "one replica of the model (mp: pp x tp)": ("mp",),
-        "first and last stage (embedding)": ("embedding",),
-        "experts (ep)": ("ep",),
-        "shards of an expert's state (efsdp)": ("efsdp",) * ep,
-    }
-    factors = " x ".join(f"{axis} {grid.size(axis)}" for axis in AXES if grid.size(axis) > 1)
-    print(f"{counted(grid.world, 'rank')}{': ' * bool(factors)}{factors}")
-    for kind, axes in kinds.items():
-        if len((lists := grid.lists(*axes))[0]) > 1:
-            print(f"{kind}: {len(lists)} of {len(lists[0])}", " ".join(str(list(ranks)) for ranks in lists), sep="\n  ")
+    print("\n".join(grid.text()))
 
 
 def _grid(given: argparse.Namespace) -> Grid:
     """Of the flags, and of an engine with the JSON of --config. Raises ValueError where they contradict each other."""
     world = given.world[0]
     sizes = by_axis({axis: size for axis in (*AXES, "sp", "ep") if (size := getattr(given, axis)) is not None})
-    if given.config is not None:
-        ranks = world // Grid(world, {axis: sizes.get(axis, 1) for axis in ("pp", "tp")}).size("mp")
-        settings = load(given.config, ranks, filled=False)
-        cp = settings.sequence_parallel_size
-        # A key for shards counts the ranks along cp too. Stage 0 cuts nothing.
-        shard = (settings.shard_size or ranks) // cp if settings.zero_optimization.stage else 1
-        for axis, size in {"cp": cp, "dp_shard": shard, "dp_replicate": ranks // cp // shard}.items():
-            if sizes.setdefault(axis, size) != size:
-                raise ValueError(f"--{axis.replace('_', '-')}: got {sizes[axis]}, but {given.config} makes it {size}")
-    return Grid(world, sizes, ep=sizes.pop("ep", 1))
+    if given.config is None:
+        return Grid(world, sizes, ep=sizes.pop("ep", 1))
+    told = Told({axis: size for axis, size in sizes.items() if axis not in DATA}, "the command line")
+    grid = load(given.config, world, told, filled=False).grid
+    for axis in DATA:
+        if sizes.get(axis, size := grid.size(axis)) != size:
+            raise ValueError(f"--{axis.replace('_', '-')}: got {sizes[axis]}, but {given.config} makes it {size}")
+    return grid
 
 
 def _check(given: argparse.Namespace) -> None:
@@ -249,7 +230,7 @@ def _written(path: str, setup: Setup, row: PlanRow) -> Iterator[str]:
     if row.lacks:
         raise ValueError(f"--json: nothing fits, so there is no configuration to write ({'; '.join(row.lacks)})")
     values = apply(setup.settings.raw, row.sets)
-    load(values, setup.ranks, filled=False)
+    load(values, setup.ranks, filled=False, forms=False)
     text = json.dumps(values, indent=2)
     if path != "-":
         Path(path).write_text(f"{text}\n", encoding="utf-8")
@@ -260,11 +241,11 @@ def _settings(given: argparse.Namespace) -> Config:
     """The configuration, on the first number of ranks. Of batch sizes that cannot hold on several, one is left."""
     source, worlds = DEFAULT if given.config is None else given.config, given.world or WORLDS
     if len(worlds) == 1:
-        return load(source, worlds[0], filled=False)
+        return load(source, worlds[0], filled=False, forms=False)
     values = read(source).values
     if TRAIN in values:
         values = {key: value for key, value in values.items() if key not in (MICRO, STEPS)}
-    return load(values, worlds[0], filled=False)
+    return load(values, worlds[0], filled=False, forms=False)
 
 
 def _has_gpu() -> bool:
