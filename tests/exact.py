@@ -87,6 +87,7 @@ class Exact(nn.Module):
                 whole = whole[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))].clone()
             param = nn.Parameter(whole)
             zero.share_along(axes, [param])
+            param.use_muon = name == "experts"
             self.register_parameter(name, param)
             if cut is not None:
                 zero.set_cut(param, cut, axes, module=self)

@@ -56,10 +56,11 @@ def step(engine: Any, number: int, spoiler: int = -1) -> None:
 
 def whole_state(engine: Any) -> dict[str, torch.Tensor]:
     """Masters and moments, whole, of what this rank has."""
-    found = {}
+    found, group = {}, engine.optimizer.param_groups[0]
+    keys = () if "use_muon" in group else ("exp_avg", "exp_avg_sq") if "betas" in group else ("momentum_buffer",)
     for name, param in engine.module.named_parameters():
         found[name] = safe_get_full_fp32_param(param)
-        for key in ("exp_avg", "exp_avg_sq") if "betas" in engine.optimizer.param_groups[0] else ("momentum_buffer",):
+        for key in keys:
             found[f"{key} of {name}"] = safe_get_full_optimizer_state(param, key)
     return found
 
@@ -167,6 +168,16 @@ def test_a_checkpoint_of_any_way_goes_on_in_any_other(pool, tmp_path, way, stage
         run(pool, each, trained, json, range(3), "", str(tmp_path / each))
     for save, load in ((way, "one"), ("one", way), (way, way)):
         check(run(pool, load, trained, json, range(3, 5), str(tmp_path / save)), late)
+
+
+@pytest.mark.parametrize("way", ["ep 2 x efsdp 2", "ep 2 = dp 2"])
+def test_muon_of_a_stack_of_matrices_that_ranks_divide_is_one_of_each_matrix(pool, tmp_path, way):
+    """With NorMuon's mean squares of rows, which a checkpoint has, too."""
+    json = {"stage": 2, "optimizer": {"type": "Muon", "params": {"lr": 0.125, "muon_lr": 0.125, "beta2": 0.5}}}
+    (wanted,) = run(pool, "one", trained, json, range(5))
+    run(pool, way, trained, json, range(3), "", str(tmp_path))
+    check(run(pool, way, trained, json, range(3, 5), str(tmp_path)), (wanted[0][3:], wanted[1]))
+    check(run(pool, "one", trained, json, range(3, 5), str(tmp_path)), (wanted[0][3:], wanted[1]))
 
 
 def out_and_in(way: str, stage: int, folder: str) -> dict[str, torch.Tensor]:

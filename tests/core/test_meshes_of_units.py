@@ -169,6 +169,18 @@ def test_a_reduction_around_the_size_of_a_message(extra):
     assert torch.equal(engine.module.weight, -(rows[0] + rows[1]))
 
 
+@pytest.mark.ranks(3)
+def test_exchanges_that_run_beside_each_other_bring_what_was_sent():
+    """Each rank sends rank r so many more elements, none to rank 0; the later one is waited for first."""
+    world, rank = make_world(60.0), dist.get_rank()
+    sends, receives = [0, 2, 4], [2 * rank] * 3
+    sent = torch.cat([torch.full((count,), 10.0 * rank + to) for to, count in enumerate(sends)])
+    wanted = torch.cat([torch.full((2 * rank,), 10.0 * source + rank) for source in range(3)])
+    one, other = (comm.begin_exchange(sign * sent, sends, receives, world, "exchange") for sign in (1, -1))
+    assert torch.equal(other.wait(), -wanted) and torch.equal(one.wait(), wanted)
+    world.watchdog.close()
+
+
 @pytest.mark.ranks(4)
 def test_ranks_make_groups_without_others_where_the_default_group_is_bound_to_a_device():
     """It is with NCCL, where torch would then split its communicator, and wait for all of its ranks.

@@ -154,12 +154,14 @@ class Progress:
         rest = f"{self.state_nbytes().total / MIB:.1f} MiB of model state per rank at rest"
         if self._optimizer is not None and not self._optimizer.shard_optimizer.sized:
             rest += ", and on top what the optimizer makes in its first step"
-        ranks = counted(sharded.world.size, "rank")
+        grid, ranks = sharded.meshes.grid, counted(sharded.world.size, "rank")
+        of_rank = " of this rank" if max(map(grid.size, ("pp", "tp", "ep"))) > 1 else ""  # others have other parts
+        ranks += f" ({grid.factors})" if of_rank else ""
         ranks += "".join(dict.fromkeys(_shared(unit.mesh) for unit in sharded.units))
         rank_zero(
             logging.INFO,
             f"stage {config.zero_optimization.stage} on {ranks}, {device.type}: "
-            f"{_numbers(sharded.units)}, {counted(len(sharded.units), 'unit')}, "
+            f"{_numbers(sharded.units)}, {counted(len(sharded.units), 'unit')}{of_rank}, "
             f"{rest}, {compiled} kernels{kept}",
         )
         if self._optimizer is not None and self._optimizer.host_threads:

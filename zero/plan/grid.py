@@ -124,6 +124,11 @@ class Grid:
             for place in range(self.size(*axes.replica))
         )
 
+    @property
+    def factors(self) -> str:
+        """The axes of more than one rank, with their sizes, in words."""
+        return " x ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1)
+
     def text(self) -> list[str]:
         """Lines with the groups along each axis, those of one rank left out."""
         both, cp, ep = min(map(self.size, DATA)) > 1, self.size("cp") > 1, self.size("ep") > 1
@@ -140,8 +145,7 @@ class Grid:
             "experts (ep)": ("ep",),
             "shards of an expert's state (efsdp)": ("efsdp",) * ep,
         }
-        factors = " x ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1)
-        lines = [f"{self.world} rank{'s' * (self.world > 1)}{': ' * bool(factors)}{factors}"]
+        lines = [f"{self.world} rank{'s' * (self.world > 1)}{': ' * bool(self.factors)}{self.factors}"]
         for kind, axes in kinds.items():
             if len((lists := self.lists(*axes))[0]) > 1:
                 lines += [f"{kind}: {len(lists)} of {len(lists[0])}", f"  {' '.join(map(str, map(list, lists)))}"]
