@@ -19,11 +19,6 @@ def false(value: Any) -> bool:
     return value == 0  # false equals 0, and some files write 0 for it
 
 
-def above_one(value: Any) -> bool:
-    """Switched on by a number above 1."""
-    return isinstance(value, int | float) and value > 1
-
-
 def enabled(value: Any) -> bool:
     """Switched on by an `enabled: true` anywhere inside."""
     if not isinstance(value, Mapping):
