@@ -7,10 +7,12 @@ ranks as experts, held by one stage only, or whole.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 
 import zero
@@ -27,6 +29,10 @@ class Way(NamedTuple):
 
     sizes: dict[str, int]
     stages: tuple[tuple[str, ...], ...] = ()
+
+    def told(self, stage: int) -> dict[str, int]:
+        """As an argument of a script; of what is not cut, the rest are data ranks."""
+        return {axis: size for axis, size in self.sizes.items() if stage or axis != "dp_shard"}
 
     def grid(self, world: int) -> Grid:
         sizes = dict(self.sizes)
@@ -140,6 +146,11 @@ class Exact(nn.Module):
         if ones:
             found = sum((n * self._fed(name, param) for name, param in params.items()), 0.0 * found)
         return found / n
+
+    def save_pretrained(self, folder: Any, state_dict: dict[str, torch.Tensor], **_: Any) -> None:
+        """As models of Transformers do it."""
+        Path(folder).mkdir(exist_ok=True)
+        save_file({name: value.clone() for name, value in state_dict.items()}, Path(folder, "own.safetensors"))
 
     def _fed(self, name: str, param: torch.Tensor) -> torch.Tensor:
         """Experts are fed by the ranks along ep, too, and sums by those along tp."""

@@ -35,9 +35,7 @@ def world_of(way: str) -> int:
 
 
 def engine_of(way: str, json: dict[str, Any], init: bool = False) -> Any:
-    grid, sizes = WAYS[way].grid(world_of(way)), dict(WAYS[way].sizes)
-    if not json["stage"]:
-        sizes.pop("dp_shard", 0)  # of what is not cut, the rest
+    grid, sizes = WAYS[way].grid(world_of(way)), WAYS[way].told(json["stage"])
     whole = settings({"cut": True, **json}, grid.size("dp_replicate", "dp_shard"))
     mesh = {"mesh_param": sizes} if sizes else {}
     if not init:
@@ -185,6 +183,8 @@ def out_and_in(way: str, stage: int, folder: str) -> dict[str, torch.Tensor]:
     engine = engine_of(way, {"stage": stage, **SGD})
     step(engine, 0)
     engine.save_16bit_model(folder, "model.safetensors")
+    engine.save_16bit_model(folder, "model.bin")
+    engine.save_pretrained(folder)
     streamed = moved(dict(engine.stream_weights()), torch.device("cpu"))
     state = {name: value.detach().cpu().clone() for name, value in engine.module_state_dict().items()}
     assert state.keys() <= streamed.keys() and all(torch.equal(streamed[name], state[name]) for name in state)
@@ -208,8 +208,14 @@ def test_weights_go_out_whole_and_come_back(pool, tmp_path, way, stage):
     (wanted,) = run(pool, "one", out_and_in, stage, str(tmp_path / "one"))
     for found in run(pool, way, out_and_in, stage, str(tmp_path / way)):
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in SHAPES)
-    loaded = load_file(tmp_path / way / "model.safetensors")
-    assert all(torch.equal(loaded[name], wanted[name].to(loaded[name].dtype)) for name in SHAPES)
+    folder = tmp_path / way
+    files = [
+        load_file(folder / "model.safetensors"),
+        torch.load(folder / "model.bin"),
+        load_file(folder / "own.safetensors"),
+    ]
+    for loaded in files:
+        assert all(torch.equal(loaded[name], wanted[name].to(loaded[name].dtype)) for name in SHAPES)
 
 
 @each_way

@@ -22,7 +22,7 @@ MICRO_BATCHES, STEPS = 4, 3
 
 def trained(way: str, stage: int, schedule: bool) -> tuple[list[float], dict[str, torch.Tensor], list[int]]:
     """Norms and weights; and how many gathers and reductions of units began in each step."""
-    sizes, counts = WAYS[way].sizes, []
+    sizes, counts = WAYS[way].told(stage), []
     json = settings(
         {"stage": stage, "cut": True, "precision": "bf16", "accumulation": MICRO_BATCHES, "gradient_clipping": 1.0},
         WAYS[way].grid(4).size("dp_replicate", "dp_shard"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zero.core.agree import agree, digest_of
+from zero.core.agree import if_different
 from zero.core.world import World
 from zero.plan.units import UnitPlan
 
@@ -30,8 +30,7 @@ def agree_on_units(plans: Sequence[UnitPlan], world: World) -> UnitTable:
     have a root each.
     """
     own = [[plan.params[0].name, plan.name] for plan in plans if plan.requires_grad]
-    alike = len(set(agree(digest_of(own), world))) == 1
-    known = {first: name for each in ([own] if alike else agree(own, world)) for first, name in each}
+    known = {first: name for each in if_different(own, world) or [own] for first, name in each}
     names = list(known.values())
     labels = (name if names.count(name) == 1 else f"{name} ({first})" for first, name in known.items())
     at = {first: place for place, first in enumerate(known)}

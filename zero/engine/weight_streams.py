@@ -17,7 +17,7 @@ from zero.checkpoint.safe_file import TensorChunk
 from zero.checkpoint.staging import LazyTensor
 from zero.core import comm
 from zero.core.access import GatheredParameters
-from zero.core.agree import agree, digest_of
+from zero.core.agree import if_different
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
@@ -53,11 +53,9 @@ def list_tensors(state: Mapping[str, Any], sharded: ShardedModule, of_all: bool 
     if not of_all or sharded.world.size == 1:
         return own
     lines = [[each.names, str(each.value.dtype).removeprefix("torch."), shape_of(each.value)] for each in own]
-    digests = agree(digest_of(lines), sharded.world)
-    if len(set(digests)) == 1:
+    if (said := if_different(lines, sharded.world)) is None:
         return own
     here, listed = {each.names[0]: each.value for each in own}, []
-    said = agree(lines, sharded.world)
     holders: dict[str, list[int]] = {}
     for place, each in enumerate(said):
         for names, *_ in each:

@@ -18,7 +18,7 @@ from zero.checkpoint.index import Damaged, Index, SavedParameter
 from zero.checkpoint.reader import SLICE, Reader
 from zero.checkpoint.safe_file import DTYPES, NAMES, dtype_name
 from zero.compat.bitsandbytes import load_beside, names_beside
-from zero.core.agree import agree, digest_of
+from zero.core.agree import agree, if_different
 from zero.core.unit import Unit
 from zero.core.world import Axis
 from zero.engine.checkpoint.saved_state import saved_buffers
@@ -266,9 +266,7 @@ def fit(
 def names_elsewhere(module: nn.Module, axis: Axis) -> set[str]:
     """The names of parameters and buffers that other ranks along the axis have, and this one has not; collective."""
     own = [*module.state_dict(keep_vars=True)]
-    if len(set(agree(digest_of(own), axis))) == 1:
-        return set()
-    return {name for names in agree(own, axis) for name in names} - {*own}
+    return {name for names in if_different(own, axis) or () for name in names} - {*own}
 
 
 def names_of_parameters(module: nn.Module) -> dict[int, list[str]]:
