@@ -9,11 +9,13 @@ models built under `zero.Init`, comparison of replicas.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from device import moved
 from exact import NORM, SHAPES, WAYS, WORLDS, Exact, values
 from fake_nccl import on_fake_nccl
@@ -21,6 +23,7 @@ from marks import longer
 from offload_cases import BOTH, OPTIMIZER
 from safetensors.torch import load_file
 from scenario import settings
+from torch import nn
 
 import zero
 from zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
@@ -247,6 +250,20 @@ def test_writes_reach_every_part(pool, way, stage):
     (wanted,) = run(pool, "one", written, stage)
     for found in run(pool, way, written, stage):
         assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+@pytest.mark.ranks(4)
+def test_stages_of_different_depth_pass_the_check_of_the_order_of_collectives():
+    stage = dist.get_rank() // 2
+    model = nn.Sequential(OrderedDict((f"stage{stage}_{at}", nn.Linear(64, 64)) for at in range(2 + stage)))
+    json = settings({"stage": 3, "cut": True, "zero": {"check_order": True}}, 2)
+    engine = zero.initialize(model=model, config=json, mesh_param={"pp": 2, "dp_shard": 2})[0]
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 64, device=engine.device)).sum())
+        engine.step()
+    norms = engine.get_global_grad_norm()
+    engine.destroy()
+    assert math.isfinite(norms)
 
 
 # --- over NCCL: tests/fake_nccl.py refuses tensors on the host, and ranks that begin collectives in another order ---

@@ -1,5 +1,6 @@
 """The grid of ranks: what the file and what arguments of the script say of the sizes of its axes, in one place."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -49,24 +50,14 @@ def grid_of(file: File, world: int, told: Told) -> tuple[Grid, list[str]]:
             sizes[axis], names[axis] = size, key
     if "dp_shard" in sizes and "cp" not in told.sizes and sizes["dp_shard"] % sizes.get("cp", 1) == 0:
         sizes["dp_shard"] //= sizes.get("cp", 1)  # told of all that state is cut over
-    shard = next(iter(file.shard_sizes.values()), 0)
-    if shard and "dp_shard" not in sizes:
+    shard, ep = next(iter(file.shard_sizes.values()), 0), sizes.pop("ep", 1)
+    nothing_is_cut = not (file.zero_optimization.stage or ep > 1)
+    if (shard or nothing_is_cut) and "dp_shard" not in sizes:
         sizes["dp_shard"] = max(1, shard // sizes.get("cp", 1))
-        sizes.setdefault("dp_replicate", max(1, world // _product(sizes)))
-    ep = sizes.pop("ep", 1)
-    if not (file.zero_optimization.stage or shard or ep > 1 or "dp_shard" in sizes):
-        sizes["dp_shard"] = 1  # nothing is cut
-        sizes.setdefault("dp_replicate", max(1, world // _product(sizes)))
+        sizes.setdefault("dp_replicate", max(1, world // math.prod(sizes.get(axis, 1) for axis in AXES)))
     if not errors:
         try:
             return Grid(world, sizes, ep), []
         except GridError as error:
             errors.append(f"{', '.join([*names.values(), *([told.source] if told.sizes else [])])}: {error}")
     return Grid(world), errors
-
-
-def _product(sizes: Mapping[str, int]) -> int:
-    total = 1
-    for axis in AXES:
-        total *= sizes.get(axis, 1)
-    return total
