@@ -15,31 +15,31 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 47500,
-    "zero/*.py": 1109,
+    "tests": 48200,
+    "zero/*.py": 1130,
     "zero/as_deepspeed": 1455,
-    "zero/checkpoint": 3158,
-    "zero/compat": 1325,
-    "zero/config": 2243,
-    "zero/core": 7231,
+    "zero/checkpoint": 3169,
+    "zero/compat": 1326,
+    "zero/config": 2334,
+    "zero/core": 7430,
     "zero/data": 1075,
-    "zero/engine": 6968,
+    "zero/engine": 7190,
     "zero/examples": 99,
     "zero/kernels": 2017,
-    "zero/launch": 4273,
+    "zero/launch": 4280,
     "zero/memory": 1525,
     "zero/monitor": 1188,
-    "zero/optim": 2738,
+    "zero/optim": 2746,
     "zero/parallel": 1662,
-    "zero/plan": 1720,
+    "zero/plan": 1750,
     "zero/recompute": 1250,
     "zero/sizes": 1711,
     "zero/tiled": 599,
-    "zero/tools": 4898,
+    "zero/tools": 4881,
     "zero/utils": 428,
     "zero/watchdog": 1552,
 }
-SUM = 102599
+SUM = 103872
 
 
 def parts() -> dict[str, int]:
