@@ -102,7 +102,9 @@ def test_batches_loaders_and_groups_count_data_ranks():
         assert (engine.dp_world_size, engine.train_batch_size(), len(seen)) == (2, 4, 4)
         groups = zero.groups(engine)
         assert groups.get_tensor_model_parallel_world_size() == 2 == groups.get_data_parallel_world_size()
-        assert groups.get_data_parallel_rank() == dist.get_rank() // 2
+        assert groups.get_data_parallel_rank() == dist.get_rank() // 2 == engine.get_data_parallel_rank()
+        assert (engine.get_tensor_parallel_rank(), engine.get_model_parallel_rank()) == (dist.get_rank() % 2,) * 2
+        assert (engine.mp_world_size, engine.seq_dp_world_size) == (2, 2)
         engine.destroy()
     with zero.Init(config_dict_or_path=config(3, 2), mesh_param={"tp": 2}):  # not "4 ranks, and 2 x 2 is not 4"
         assert nn.Linear(2, 2) is not None

@@ -19,7 +19,7 @@ LIMITS = {
     "zero/*.py": 1130,
     "zero/as_deepspeed": 1455,
     "zero/checkpoint": 3169,
-    "zero/compat": 1326,
+    "zero/compat": 1330,
     "zero/config": 2334,
     "zero/core": 7430,
     "zero/data": 1075,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1552,
 }
-SUM = 103872
+SUM = 103876
 
 
 def parts() -> dict[str, int]:

@@ -245,13 +245,13 @@ class DeepSpeedGetters:
 
     @property
     def mp_world_size(self) -> int:
-        """Ranks that share one sample's model: always 1."""
-        return 1
+        """Ranks that have one replica of the model in parts."""
+        return self._config.grid.size("mp")
 
     @property
     def seq_dp_world_size(self) -> int:
         """Ranks over which gradients are averaged."""
-        return self.world_size
+        return self._config.summed
 
     @property
     def param_names(self) -> dict[torch.nn.Parameter, str]:
@@ -268,9 +268,13 @@ class DeepSpeedGetters:
         return self._metrics.axis.rank
 
     def get_model_parallel_rank(self) -> int:
-        """Always 0."""
-        return 0
+        """This process among those that have parts of one replica of the model."""
+        return self._place("mp")
 
     def get_tensor_parallel_rank(self) -> int:
-        """Always 0."""
-        return 0
+        """This process among those that layers are cut over."""
+        return self._place("tp")
+
+    def _place(self, axis: str) -> int:
+        grid, rank = self._config.grid, self.global_rank  # of other ranks than all there are no parts
+        return grid.ranks(axis, rank).index(rank) if grid.size(axis) > 1 else 0
