@@ -191,7 +191,12 @@ def out_and_in(way: str, stage: int, folder: str) -> dict[str, torch.Tensor]:
     streamed = moved(dict(engine.stream_weights()), torch.device("cpu"))
     state = {name: value.detach().cpu().clone() for name, value in engine.module_state_dict().items()}
     assert state.keys() <= streamed.keys() and all(torch.equal(streamed[name], state[name]) for name in state)
+    copy, since = {name: value.clone() for name, value in streamed.items()}, engine.global_steps
+    assert {update.name for update in engine.weight_updates(None)} == streamed.keys()
     step(engine, 1)
+    for update in engine.weight_updates(since):
+        update.apply_to(copy[update.name])
+    assert all(torch.equal(copy[name], value.cpu()) for name, value in engine.stream_weights())
     engine.load_module_state_dict(state)
     own = {name: safe_get_full_fp32_param(param).cpu() for name, param in engine.module.named_parameters()}
     assert [name for name in own if not torch.equal(own[name], streamed[name])] == []
