@@ -77,13 +77,24 @@ def test_every_block_is_of_a_kind_that_is_looked_at(page: Path) -> None:
     assert names(page) - {"net.py"} - started == set(), "no command of the page starts these"
 
 
+def links(page: Path) -> list[Path]:
+    """The files that a page links to."""
+    return [(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())]
+
+
 def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
-    """Those of the pages are looked at when they are built."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 190 and diffs(ROOT / "README.md")
-    links = re.findall(r"\]\(([^)#:]+)[^)]*\)", text)
-    assert len(links) > 15
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert len(links(ROOT / "README.md")) > 15
+    assert [link for link in links(ROOT / "README.md") if not link.exists()] == []
+
+
+def test_the_links_of_the_pages_lead_to_pages() -> None:
+    """The built pages have nothing that lies outside of their folder: a name in backticks serves there."""
+    docs = ROOT / "docs"
+    led = [link for page in docs.glob("*.md") for link in links(page)]
+    assert len(led) > 15
+    assert [link for link in led if not link.is_relative_to(docs) or not link.exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
