@@ -69,7 +69,7 @@ def test_sizes(values, world, told, said):
         ({"tensor_parallel": {"autotp_size": 3}}, 4, {}, "tensor_parallel.autotp_size: "),
         ({"pipeline": {"stages": "two"}}, 4, {}, "pipeline.stages: got 'two', wanted an integer of at least 1"),
         (EP | {"expert_parallel": {"enabled": True, "autoep_size": 3}}, 4, {}, "expert_parallel.autoep_size: "),
-        ({"pipeline": {"stages": 2, "seed_layers": True}}, 4, {}, "pipeline: is not there yet"),
+        ({"pipeline": {"stages": 2, "interval": 2}}, 4, {}, "pipeline: unknown key 'interval'"),
         ({"expert_parallel": {"enabled": True, "preset_model": "x"}}, 4, {}, "expert_parallel: is not there yet"),
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}} | TP,

@@ -62,6 +62,7 @@ def load(
     batch = None
     if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):
         train, micro, steps = (getattr(file, name) for name in (TRAIN, MICRO, STEPS))
+        steps = file.pipeline.micro_batches if steps is None else steps
         if train is None and micro is None and not (filled and file.managed_gradient_accumulation):
             micro = 1
         try:
@@ -72,7 +73,7 @@ def load(
     if batch is not None and file.zero.reduce == "tree":
         errors += filter(None, [tree_error(batch.steps, grid.size(*DATA, "cp"))])
     errors += [*rules.precision(file), *rules.storage(file), *rules.graphs(file), *rules.means(file)]
-    errors += [*rules.quantized(file), *sharded]
+    errors += [*rules.quantized(file), *sharded, *(rules.pipelines(file, grid, batch.steps) if batch else ())]
     for warning in walk.warnings:
         log.log_once(logging.WARNING, warning)  # before the error: a misspelt section may be its cause
     if errors or batch is None:

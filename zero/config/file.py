@@ -16,6 +16,7 @@ from zero.config.sections import (
     DataTypes,
     Fp16,
     Optimizer,
+    Pipeline,
     Scheduler,
     TorchAutocast,
     Zero,
@@ -25,7 +26,7 @@ from zero.config.values import Bool, Dtype, NotNegative, Positive, Section, Sett
 from zero.config.zero_section import ZeroOptimization
 
 _ONLY_DATA = "is not there yet: ranks share out data and sequences only; leave it out"
-_NOT_FOR_YOU = "is not there yet: layers are not placed for you; leave out all but the number of ranks"
+_NOT_FOR_YOU = "is not there yet: experts are not placed for you; leave out all but the number of ranks"
 _NOT_ENABLED = Unavailable(NOT_AVAILABLE.message, on=enabled)
 # Sections that decide over numbers and memory: what was meant for them must not be ignored.
 _DECISIVE = ("zero_optimization", "zero", "fp16", "bf16", "data_types", "torch_autocast", "activation_checkpointing")
@@ -125,8 +126,8 @@ class File(Section):
 
     amp: Annotated[Settings, Unavailable("apex amp is not available; use bf16", on=enabled)]
     msamp: Annotated[Settings, Unavailable("MS-AMP is not available; use bf16", on=enabled)]
-    pipeline: Annotated[Settings, Unavailable(_NOT_FOR_YOU, on=beyond("stages"))]
-    """`stages`: how many, where a script places its layers on ranks by hand; anything else is an error."""
+    pipeline: Pipeline = absent(Pipeline)
+    """Layers divided among ranks."""
     tensor_parallel: Settings
     """`autotp_size`, `tp.tp_size`: ranks that layers are cut over, where a script says how by `zero.set_cut`."""
     expert_parallel: Annotated[Settings, Unavailable(_NOT_FOR_YOU, on=beyond("enabled", "autoep_size", "ep_size"))]

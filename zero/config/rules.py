@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from zero.config.file import File
 from zero.config.grid_sizes import KEYS, given_sizes
 from zero.plan.grid import Grid
+from zero.plan.pipeline import STYLES
 
 MAX_SCALE_POWER = 64  # of the loss scale: see LARGEST in zero/optim/scaler.py
 _HPZ = "zero_optimization.zero_hpz_partition_size"
@@ -132,6 +133,25 @@ def forms(file: File, grid: Grid, taken: bool) -> Iterator[str]:
         yield f"{', '.join(named)}: is not planned for yet; leave it out here, only training takes it"
     if file.zero_optimization.zero_hpz_partition_size > 1 and (size := grid.size("pp", "tp")) > 1:
         yield f"{_HPZ}: got more than 1 with pp x tp {size}; keep one of the two"
+
+
+def pipelines(file: File, grid: Grid, steps: int) -> Iterator[str]:
+    """Rules about layers that are divided among ranks; `steps`: micro-batches of a step."""
+    section = file.pipeline
+    if section.micro_batches is not None and section.split_size is not None:
+        yield "pipeline: got micro_batches and split_size, each of which says how many there are; keep one of the two"
+    if section.micro_batches is not None and steps % section.micro_batches:
+        yield (
+            f"pipeline.micro_batches: got {section.micro_batches}, which does not divide gradient_accumulation_steps "
+            f"{steps}; leave one of the two out"
+        )
+    if section.stages_per_rank not in (None, wanted := STYLES[section.schedule].per_rank) and wanted:
+        yield f"pipeline.stages_per_rank: got {section.stages_per_rank}, and {section.schedule} has {wanted}"
+    if "stages" in section.model_fields_set and grid.size("pp") > 1:
+        if not file.managed_gradient_accumulation:
+            yield "managed_gradient_accumulation: got false with pipeline.stages; a schedule knows its micro-batches"
+        if grid.size("cp") > 1:
+            yield "pipeline.stages: not there yet together with ranks that share sequences; keep one of the two"
 
 
 def sharding(file: File, world_size: int) -> Iterator[str]:

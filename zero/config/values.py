@@ -123,6 +123,12 @@ def _nbytes(value: Any) -> Any:
     return int(value)
 
 
+def _method(value: str) -> str:
+    if value.lower() not in ("parameters", "uniform", "time", "best") and not value.startswith("type:"):
+        raise ValueError(value)
+    return "parameters" if value == "best" else value  # DeepSpeed's word
+
+
 def _infinite(value: float) -> float:
     if value != math.inf:
         raise ValueError(value)
@@ -142,6 +148,14 @@ Int = integer()
 Count = integer(0)
 Positive = integer(1)
 Parts = _kind(dict[str, Positive | list[Positive]], "numbers of parts, or lists of their rows, as {'*.qkv.weight': 3}")
+PositiveOrAuto = Annotated[
+    _kind(Positive | Literal["auto"], "an integer of at least 1"), Field(json_schema_extra={"examples": [2, "auto"]})
+]
+_Method = Annotated[str, AfterValidator(_method)]
+Partition = _kind(
+    list[Positive] | _Method, "'parameters', 'uniform', 'time', 'type:regex' or a list of numbers of layers, as [5, 7]"
+)
+Places = _kind(dict[str, Count], "numbers of stages by names of modules, as {'layer3': 1}")
 Steps = _kind(Positive | Annotated[float, AfterValidator(_infinite)], "an integer of at least 1, or inf")
 Number = number()
 NotNegative = number(0)

@@ -428,8 +428,13 @@ def _trade(
 
 def _tag_of(collective: Collective, axis: Axis) -> int:
     """The tag of a collective that is of no unit."""
-    kind = crc32(collective.direction.encode()) + collective.attempt
-    return _own_tag(KINDS + kind % ((WORDS - KINDS) // TURNS) * TURNS + collective.turn % TURNS, axis)
+    return tag_of_kind(collective.direction, axis, collective.attempt, collective.turn)
+
+
+def tag_of_kind(kind: str, axis: Axis, attempt: int = 0, turn: int = 0) -> int:
+    """The tag of a kind of messages that is of no unit."""
+    number = crc32(kind.encode()) + attempt
+    return _own_tag(KINDS + number % ((WORDS - KINDS) // TURNS) * TURNS + turn % TURNS, axis)
 
 
 def _own_tag(tag: int, axis: Axis) -> int:

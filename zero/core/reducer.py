@@ -83,6 +83,7 @@ class Reducer:
         self.on_last: Callable[[], object] = bool
         self.on_flush: list[Callable[[], None]] = []
         self._backward: Backward | None = None  # that has begun and was not flushed yet
+        self._by_hand = False
         self._warned = False
         self._handles = [
             hook_last(param, self._hook(position, index))
@@ -107,6 +108,9 @@ class Reducer:
         `count`: of its micro-batch in the mean, which one of its losses brings; those of several add up. RuntimeError
         where the first to begin it must have one, and has none.
         """
+        if self._by_hand:
+            self._backward = self._backward or Backward(loss_scale=self.scale)
+            return self._backward
         if self._backward is None:
             if count is None and self.weights.needed:
                 raise RuntimeError(NO_TOKENS)
@@ -198,6 +202,54 @@ class Reducer:
             yield
         finally:
             self._every_micro_batch = each
+
+    @contextlib.contextmanager
+    def by_hand(self) -> Iterator[None]:
+        """Inside, `finish` says where backwards end, and of which units they are; not autograd, nor the order of all.
+
+        For schedules whose backwards run in parts, and beside those of other stages.
+        """
+        self._by_hand = True
+        try:
+            yield
+        finally:
+            self._by_hand, self._backward = False, None
+
+    def land(self, micro_batch: int) -> None:
+        """By hand: a backward of this micro-batch of the step begins, whose gradients are to be taken."""
+        self.leaf, self._backward = Leaf(micro_batch), Backward(loss_scale=self.scale)
+        if micro_batch >= self.finite.backwards:
+            self.finite.begin()
+
+    def sweep(self, units: Sequence[Unit]) -> None:
+        """By hand: take gradients of these units that came past the hooks."""
+        for unit in units:
+            for index, param in enumerate(unit.params if unit.gradients is not None else ()):
+                if param.grad is not None:
+                    self._arrived(unit, index, param)
+
+    def finish(self, units: Sequence[Unit], fires: bool) -> None:
+        """By hand: a backward of these units has ended, and begins to be reduced if it `fires`; collective then."""
+        order = [unit for unit in self._order if unit in units]
+        for position, unit in enumerate(order):
+            if fires:
+                unit.gradients.finish()  # of an earlier backward
+                self._send(order, position)
+            unit.gradients.begin_round()
+            if not fires:
+                unit.gradients.widen()
+        self._backward = None
+        self._prefetcher.end_of_backward()
+
+    def end_schedule(self, counts: Sequence[float]) -> None:
+        """By hand: all backwards of a schedule have ended; wait for the sums. `counts`: of its micro-batches."""
+        for unit in self._order:
+            unit.gradients.finish()
+        self.weights.counts += counts
+        self._status.forwards = 0
+        self.pending, self.rounds = False, self.rounds + 1
+        for call in [*self.on_flush]:
+            call()
 
     def settle(self) -> None:
         """Reduce what earlier backwards left on their ranks, if anything; collective."""
@@ -298,7 +350,12 @@ class Reducer:
         if len(landed) == len(unit.params):
             landed.clear()
             self._prefetcher.done(unit)
-        while self._fires and backward.reduced < len(self._order) and self._order[backward.reduced].gradients.complete:
+        while (
+            not self._by_hand
+            and self._fires
+            and backward.reduced < len(self._order)
+            and self._order[backward.reduced].gradients.complete
+        ):
             self._fire(backward)
 
     def _landing_factor(self, backward: Backward) -> float:
@@ -317,10 +374,12 @@ class Reducer:
 
     def _fire(self, backward: Backward) -> None:
         """Send the next unit's gradient, then go on with those before it, which have had a unit's time to arrive."""
-        position = backward.reduced
-        backward.reduced += 1
-        self._order[position].reduce(self.leaf)
-        for later, unit in enumerate(self._order[max(0, position - 2) : position][::-1], 1):
+        position, backward.reduced = backward.reduced, backward.reduced + 1
+        self._send(self._order, position)
+
+    def _send(self, order: Sequence[Unit], position: int) -> None:
+        order[position].reduce(self.leaf)
+        for later, unit in enumerate(order[max(0, position - 2) : position][::-1], 1):
             unit.gradients.advance(later)
 
 

@@ -116,13 +116,14 @@ class ShardedModule:
                 self._handles.setdefault(module, []).extend(make())
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, all units are whole: gathered once, for a block of many forwards and backwards; collective."""
-        kept = [unit for unit in self.units if unit.cut]
+    def held(self, units: Sequence[Unit] | None = None) -> Iterator[None]:
+        """Inside, units (default: all) are whole: gathered once, for many forwards and backwards; collective.
+
+        They are on their way at first: a module that reads one waits for it.
+        """
+        kept = [unit for unit in (self.units if units is None else units) if unit.cut]
         for unit in kept:
             unit.gather()
-        for unit in kept:
-            unit.wait()
             unit.holds += 1
         try:
             yield

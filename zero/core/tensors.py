@@ -69,3 +69,15 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
         else:
             object.__setattr__(copied, key, item)  # of a frozen one too
     return copied
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """The loss in what a model returned: the scalar itself, `.loss`, `["loss"]` or `[0]`; None if there is none."""
+    loss = output
+    if isinstance(output, dict):
+        loss = output.get("loss")
+    elif not isinstance(output, torch.Tensor):
+        loss = getattr(output, "loss", None)
+        if loss is None and isinstance(output, (tuple, list)) and output:
+            loss = output[0]
+    return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None

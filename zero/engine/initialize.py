@@ -60,6 +60,7 @@ from zero.optim.make import make_shard_optimizer, optimizer_type_problems, shard
 from zero.optim.muon_groups import muon_groups
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
+from zero.parallel.pipeline.build import Pipelined, pipelined
 from zero.parallel.shared import SharedSequences
 from zero.plan.cut import Box, Cut, cover_error
 from zero.plan.formats import Formats
@@ -95,6 +96,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | PathLike | Mapping[str, Any] | None = None,
     device_mesh: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
 ) -> tuple[Engine, ZeroOptimizer | Any, Loader | Any, Any]:
     """Make an engine of `model`; returns (engine, optimizer, training loader, lr scheduler), None for what is not made.
 
@@ -112,6 +114,8 @@ def initialize(
     then shards (HSDP); or the sizes, (replicas, shards) or `{"dp_replicate": 2, "dp_shard": 4}`, over all ranks.
     mpu: Megatron's object, whose data-parallel group is taken; instead of a mesh.
     dist_init_required: False where the caller has made the process group, or has none because it trains alone.
+    loss_fn: from the model's output and a target to the loss, for `engine.train_batch`; None where the model computes
+    its own.
     Raises ValueError (`ConfigError` for the JSON) for whatever does not fit.
     """
     check_places(args, model, optimizer, model_parameters, (config, config_params) != (None, None))
@@ -132,9 +136,12 @@ def initialize(
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
     else:
-        zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
+        stages = _divide(model, settings, data.rank, loss_fn)
+        zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings, stages)
         scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
-        engine = _make_engine(model, zero_optimizer, groups, settings, device, data, training_data)
+        engine = _make_engine(model, zero_optimizer, groups, settings, device, data, training_data, stages)
+        if stages is not None and loader is not None:
+            engine._pipeline.feed.repeat(loader)
     engine.lr_scheduler, engine.training_dataloader = scheduler, engine._follow(loader)
     if assigned is not None:
         assigned.watch(engine)
@@ -176,6 +183,7 @@ def _make_engine(
     device: torch.device,
     data: DataRanks,
     training_data: Dataset | Sequence[Any] | None,
+    stages: Pipelined | None,
 ) -> Engine:
     stage, managed = settings.zero_optimization.stage, settings.managed_gradient_accumulation
     sharding = Sharding.of_stage(stage, settings.reduces_each, managed)
@@ -207,7 +215,7 @@ def _make_engine(
                 how = zero.context, not data.cuts_sequences, data.training_only
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
             over = meshes.along(*DATA)
-            engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing)
+            engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing, stages)
     except BaseException:
         recomputing.undo()
         if sharing is not None:
@@ -308,13 +316,33 @@ def _wrap(
     return wrap(model, params, sharding, world, meshes, device, numerics, limits, settings, fused)
 
 
+def _divide(model: nn.Module, settings: Config, rank: int, loss_fn: Callable[..., Any] | None) -> Pipelined | None:
+    """The stages of this rank, where the JSON divides the model or a function computes the loss of it."""
+    section, grid = settings.pipeline, settings.grid
+    if loss_fn is None and "stages" not in section.model_fields_set:
+        return None
+    how = {"partition": section.partition, "said": section.stage_map}
+    place, steps = grid.ranks("pp", rank).index(rank), section.micro_batches or settings.gradient_accumulation_steps
+    steps *= -(
+        -settings.train_micro_batch_size_per_gpu // (section.split_size or settings.train_micro_batch_size_per_gpu)
+    )
+    found = pipelined(model, section.schedule, section.stages_per_rank, grid.size("pp"), place, steps, how)
+    found.loss_fn = loss_fn
+    return found
+
+
 def _make_optimizer(
-    model: nn.Module, client: Any, model_parameters: Iterable[Any] | None, settings: Config
+    model: nn.Module,
+    client: Any,
+    model_parameters: Iterable[Any] | None,
+    settings: Config,
+    divided: Pipelined | None,
 ) -> tuple[ZeroOptimizer | None, Groups]:
     if client is None and settings.optimizer is None:
         return None, []
     stages = settings.grid.size("pp") > 1
-    groups = parameter_groups(model, model_parameters, stages)
+    elsewhere = divided.elsewhere if divided is not None else ()
+    groups = parameter_groups(model, model_parameters, stages, elsewhere)
     if client is None:
         section = settings.optimizer
         params = dict(section.params)
@@ -326,6 +354,8 @@ def _make_optimizer(
         shard_optimizer = shard_optimizer_of(client, settings.zero_allow_untested_optimizer, settings.compute_dtype)
         client._opt_called = True  # its step() never runs, ours does; a scheduler bound to it would warn of that
         # The same dicts: a scheduler made for the client's optimizer stays in charge.
+        for group in client.param_groups:
+            group["params"] = [param for param in group["params"] if param not in elsewhere]
         groups = [group for group in client.param_groups if group["params"] or stages]
     if settings.zero_optimization.offload_optimizer.device == "nvme" and not shard_optimizer.foreseen:
         raise ValueError(

@@ -120,7 +120,7 @@ class TrainingStep:
         model = self.model
         if self.sharing is not None:
             model = functools.partial(self.sharing.run, model, self._begins_first)
-        return self._run(model, inputs, kwargs)
+        return self.run(model, inputs, kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module's `generate` as its forward: parameters that it reads itself are gathered until its end.
@@ -137,7 +137,7 @@ class TrainingStep:
         cut = self._sharded.sharding.params and not self._status.generating
         if self._sharded.world.size > 1 and cut and _knows_synced_gpus(module, method):
             kwargs.setdefault("synced_gpus", True)
-        return self._run(functools.partial(as_forward, module, method), inputs, kwargs)
+        return self.run(functools.partial(as_forward, module, method), inputs, kwargs)
 
     @contextlib.contextmanager
     def gathered_for_generation(self) -> Iterator[Any]:
@@ -197,12 +197,12 @@ class TrainingStep:
         times = 1 if scale_wrt_gas or self._weighing.items is not None else steps
         try:
             with self._sharded.world.watchdog.call(Phase.BACKWARD), self.progress.phase("backward"):
-                self._scaled(loss, times, weight).backward(retain_graph=retain_graph)
+                self.scaled(loss, times, weight).backward(retain_graph=retain_graph)
                 if reducer.rounds == rounds:
                     # No parameter of ours was in the graph here; other ranks may have some and wait for us.
                     reducer.flush()
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         self._note(loss, weight, times, tokens)
         return loss.detach() / steps if times == 1 and not self._accumulation.config.counted else loss.detach()
@@ -218,9 +218,13 @@ class TrainingStep:
         check_loss("scale()", loss)
         weight = self._weighing.weight(tokens, reduction, False)
         self._note(loss, weight, 1, tokens)
-        return self._scaled(loss, 1, weight)
+        return self.scaled(loss, 1, weight)
 
-    def _scaled(self, loss: torch.Tensor, times: int, weight: Weight) -> torch.Tensor:
+    def weight_of(self, tokens: float | torch.Tensor | None) -> Weight:
+        """What a micro-batch of a schedule weighs, whose loss is the mean over `tokens`."""
+        return self._weighing.weight(tokens, "mean", False)
+
+    def scaled(self, loss: torch.Tensor, times: float, weight: Weight) -> torch.Tensor:
         """What the backward of a micro-batch begins with: see `scaled`."""
         reducer = self._sharded.reducer
         if not reducer.weights.needed:
@@ -290,7 +294,8 @@ class TrainingStep:
         for param in self._sharded.module.parameters():
             param.grad = None
 
-    def _run(self, call: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
+    def run(self, call: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
+        """Call the model, or a part of it, as a forward."""
         self._status.check()
         if self._sharded.recover():
             self._accumulation.restart()
@@ -305,7 +310,7 @@ class TrainingStep:
             self._sharded.world.watchdog.status.forwards += torch.is_grad_enabled()
             return output
         except BaseException as error:
-            self._abandon()
+            self.abandon()
             if (why := self._precision.mixed(error, self._sharded.module)) is not None:
                 raise RuntimeError(why) from error
             raise
@@ -350,7 +355,7 @@ class TrainingStep:
     def _update_failed(self, error: BaseException) -> None:
         optimizer, steps = self._optimizer, self._status.global_steps
         if not optimizer.updating:
-            self._abandon()
+            self.abandon()
             return
         how = f"{type(error).__name__}: {error}" if optimizer.failure is None else str(optimizer.failure)
         self._status.set_half_updated(f"step {steps + 1} ended on rank {self._sharded.world.global_rank} with {how}")
@@ -371,7 +376,7 @@ class TrainingStep:
         if scheduler is not None and not skipped:
             self.record.step_scheduler(scheduler, lr_kwargs)
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Drop the gradients of this step after an exception, which must not be hidden by another."""
         try:
             self._sharded.abandon()

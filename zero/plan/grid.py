@@ -61,8 +61,9 @@ class Grid:
 
     sizes: by axis or one of `WORDS`; missing ones are 1, except dp_shard, which then takes the remaining ranks.
     ep: consecutive ranks that experts are divided among; it divides dp_shard x cp x tp.
-    `lists` and `ranks` know also mp, the model-parallel ranks of a replica (pp x tp), and embedding, its first and last
-    stage. Raises GridError for sizes that do not make up `world` ranks, with the nearest that do.
+    `lists` and `ranks` know also mp, the model-parallel ranks of a replica (pp x tp), embedding, its first and last
+    stage, and places along pp, as in "pp:0,3": those of these places form one group, and those of others another.
+    Raises GridError for sizes that do not make up `world` ranks, with the nearest that do.
     """
 
     world: int
@@ -90,12 +91,17 @@ class Grid:
 
     def size(self, *axes: str) -> int:
         """The number of ranks along these axes together."""
+        if (some := _some(axes)) is not None:
+            return self.size(*some.axes) // self.sizes["pp"] * len(some.places)
         return math.prod(map(len, self._steps(axes)[0]))
 
     def lists(self, *axes: str) -> list[tuple[int, ...]]:
         """The groups along these axes together, each ascending, ordered by first rank; they partition the world."""
         if axes == ("embedding",):
             return [self.ranks("embedding", first) for first in range(self.world // self.sizes["pp"])]
+        if (some := _some(axes)) is not None:
+            whole = self.lists(*some.axes)
+            return sorted(filter(None, (self._at(group, some, there) for group in whole for there in (True, False))))
         along, fixed = self._steps(axes)
         members = [sum(offsets) for offsets in itertools.product(*along)]
         return [tuple(sum(start) + member for member in members) for start in itertools.product(*fixed)]
@@ -108,6 +114,8 @@ class Grid:
         if names == ("embedding",):
             ends = self.ranks("pp", rank)[:: max(1, self.sizes["pp"] - 1)]
             return ends if rank in ends else ()
+        if (some := _some(names)) is not None:
+            return self._at(self.ranks(some.axes, rank), some, rank in self._at((rank,), some, True))
         along, _ = self._steps(names)
         start = rank - sum(rank // each.step % len(each) * each.step for each in along)
         return tuple(start + sum(offsets) for offsets in itertools.product(*along))
@@ -121,7 +129,7 @@ class Grid:
             self.ranks(axes.replica, first)[place]
             for holders in self.lists(*axes.shard, *axes.replica)
             for first in self.ranks(axes.shard, holders[0])
-            for place in range(self.size(*axes.replica))
+            for place in range(len(self.ranks(axes.replica, first)))
         )
 
     @property
@@ -167,6 +175,11 @@ class Grid:
             )
         return lines
 
+    def _at(self, group: tuple[int, ...], some: _Some, there: bool) -> tuple[int, ...]:
+        """Those of the group that are at these places along pp, or are not."""
+        each = self.world // self.sizes["pp"]
+        return tuple(rank for rank in group if (rank // each in some.places) is there)
+
     def _steps(self, names: Sequence[str]) -> tuple[list[range], list[range]]:
         """What is added to a rank along each of these axes, and along each of the others, from the outermost in."""
         axes = {axis for name in names for axis in (("pp", "tp") if name == "mp" else (name,))}
@@ -179,6 +192,22 @@ class Grid:
             (along if axis in axes else fixed).append(steps)
             stride = steps.step
         return along, fixed
+
+
+class _Some(NamedTuple):
+    """Axes of which pp stands for some places along it only."""
+
+    axes: tuple[str, ...]
+    places: tuple[int, ...]
+
+
+def _some(names: Sequence[str]) -> _Some | None:
+    for name in names:
+        axis, _, places = name.partition(":")
+        if places:
+            plain = tuple(axis if each == name else each for each in names)
+            return _Some(plain, tuple(map(int, places.split(","))))
+    return None
 
 
 def _nearest(sizes: Mapping[str, int], world: int) -> str:

@@ -14,13 +14,14 @@ from torch import nn
 from zero.compat.bitsandbytes import beside, format_of
 from zero.config import load
 from zero.core.released import Released
+from zero.core.tensors import find_loss
 from zero.core.torch_private import parameter_of_class
 from zero.engine.checkpoint import random_state
 from zero.log import logger
 from zero.optim.fused import FusedShardOptimizer
 from zero.tools.check.compare import Failed, Report, compare_runs
 from zero.tools.check.plain_engine import PlainEngine
-from zero.tools.check.recording import RunRecord, StepRecorder, find_loss, record_of, weights
+from zero.tools.check.recording import RunRecord, StepRecorder, record_of, weights
 from zero.tools.check.runs import CheckRun, RunKind, overridden
 
 Loss = Callable[[Any, Any], torch.Tensor]

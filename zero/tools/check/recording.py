@@ -13,6 +13,7 @@ import torch
 
 from zero.core.access import GatheredParameters
 from zero.core.agree import agree
+from zero.core.tensors import find_loss
 from zero.engine.hashing import hash_tensor
 from zero.tools.check.plain_engine import PlainEngine, Step, Values
 from zero.utils.full import safe_get_full_fp32_param, safe_get_full_grad
@@ -124,18 +125,6 @@ def record_of(parts: Sequence[Mapping[str, Any]], folder: Path | None = None) ->
     losses, steps = [part["losses"] for part in parts], [Step(*step) for step in first["steps"]]
     found = stray([part["hashes"] for part in parts])
     return RunRecord(losses, first["norms"], steps, found, first["dtype"], first["begin"], folder, first["rules"])
-
-
-def find_loss(output: Any) -> torch.Tensor | None:
-    """The loss in what a model returned: the scalar itself, `.loss`, `["loss"]` or `[0]`; None if there is none."""
-    loss = output
-    if isinstance(output, dict):
-        loss = output.get("loss")
-    elif not isinstance(output, torch.Tensor):
-        loss = getattr(output, "loss", None)
-        if loss is None and isinstance(output, (tuple, list)) and output:
-            loss = output[0]
-    return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
 
 @torch.no_grad()

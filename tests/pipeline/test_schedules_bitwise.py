@@ -1,0 +1,29 @@
+"""The promise: whatever the schedule and the ZeRO stage, stages over ranks train to the bits of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from marks import longer
+from pipelines import accumulated, compare, json_of, pipelined
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
+MICRO_BATCHES = 8
+WAYS = {"pp 2": (2, 2), "pp 4": (4, 4), "pp 2 x dp 2": (2, 4)}  # stages, ranks
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("gather", ["step", "use"])
+def test_a_schedule_trains_as_one_process_does(pool: Any, schedule, stage, way, precision, gather):
+    stages, ranks = WAYS[way]
+    data = ranks // stages
+    section = {"stages": stages, "schedule": schedule, "gather": gather}
+    # Stages 2 and 3 reduce each micro-batch; a schedule that gathers once reduces once, as stage 0 and 1 do.
+    alike = stage if gather == "use" else min(stage, 1)
+    plain = json_of(alike, data, MICRO_BATCHES, precision)
+    found = pool.run(ranks, pipelined, json_of(stage, data, MICRO_BATCHES, precision, pipeline=section))
+    compare(found, pool.run(data, accumulated, plain)[0])

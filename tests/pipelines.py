@@ -1,0 +1,124 @@
+"""Models in stages, and the training of one: with its layers divided among ranks, or as micro-batches in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import config
+from torch import nn
+
+import zero
+from zero.core.world import local_device
+from zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+WIDTH, CLASSES, ROWS = 6, 5, 4
+
+
+def chain(layers: int = 8) -> nn.Sequential:
+    torch.manual_seed(5)
+    inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers - 1)]
+    return nn.Sequential(*inner, nn.Linear(WIDTH, CLASSES))
+
+
+def samples(number: int, place: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * place + number)
+    x = torch.randn(rows, WIDTH, generator=generator)
+    return x, torch.randint(CLASSES, (rows,), generator=generator)
+
+
+def batches(place: int, make: Callable[..., Any] = samples, dtype: torch.dtype = torch.float32) -> Iterator[Any]:
+    """Without end: those of the data-parallel rank at this place."""
+    number = 0
+    while True:
+        x, y = make(number, place)
+        yield x.to(dtype) if x.is_floating_point() else x, y
+        number += 1
+
+
+class Found(NamedTuple):
+    """What a training leaves on a rank."""
+
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, torch.Tensor]
+    seen: Any = None
+
+
+def json_of(stage: int, ranks: int, micro_batches: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
+    json = config(stage, ranks) | {"gradient_accumulation_steps": micro_batches, "train_micro_batch_size_per_gpu": ROWS}
+    json.pop("train_batch_size", None)
+    json |= {"bf16": {"enabled": True}} if precision == "bf16" else {}
+    return json | {"gradient_clipping": 0.1, **more}
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            found[name] = safe_get_full_fp32_param(param)
+            for key in ("exp_avg", "exp_avg_sq"):
+                found[f"{key} of {name}"] = safe_get_full_optimizer_state(param, key)
+    return found
+
+
+def pipelined(
+    json: dict[str, Any],
+    make: Callable[[], nn.Module] = chain,
+    steps: int = 3,
+    data: Callable[..., Any] = samples,
+    loss_fn: Any = F.cross_entropy,
+    watch: Callable[[Any], Any] | None = None,
+) -> Found:
+    engine = zero.initialize(model=make(), config=json, loss_fn=loss_fn)[0]
+    dtype = next((param.dtype for param in engine.module.parameters()), torch.float32)
+    dtype = torch.bfloat16 if "bf16" in json else dtype
+    stream = batches(engine.get_data_parallel_rank(), data, dtype)
+    seen = watch(engine) if watch is not None else None
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(float(engine.train_batch(stream)))
+        norms.append(engine.get_global_grad_norm())
+    found = Found(losses, norms, state_of(engine), seen() if callable(seen) else seen)
+    engine.destroy()
+    return found
+
+
+def accumulated(
+    json: dict[str, Any],
+    make: Callable[[], nn.Module] = chain,
+    steps: int = 3,
+    data: Callable[..., Any] = samples,
+    loss_fn: Any = F.cross_entropy,
+) -> Found:
+    """The same by engine(x), engine.backward(loss) and engine.step()."""
+    engine = zero.initialize(model=make(), config={key: value for key, value in json.items() if key != "pipeline"})[0]
+    stream = batches(dist.get_rank(), data, torch.bfloat16 if "bf16" in json else torch.float32)
+    losses, norms = [], []
+    for _ in range(steps):
+        total = 0.0
+        for _ in range(json["gradient_accumulation_steps"]):
+            x, y = next(stream)
+            loss = loss_fn(engine(x.to(local_device())), y.to(local_device()))
+            engine.backward(loss)
+            engine.step()
+            total += float(loss.detach())
+        losses.append(float(engine.reduce(total / json["gradient_accumulation_steps"])))
+        norms.append(engine.get_global_grad_norm())
+    found = Found(losses, norms, state_of(engine))
+    engine.destroy()
+    return found
+
+
+def compare(found: list[Found], wanted: Found) -> None:
+    """All ranks have the norms and losses of the reference and, of the state that is theirs, its bits."""
+    names: set[str] = set()
+    for each in found:
+        torch.testing.assert_close(each.losses, wanted.losses, rtol=1e-6, atol=0)
+        assert [name for name, value in each.state.items() if not torch.equal(value, wanted.state[name])] == []
+        torch.testing.assert_close(each.norms, wanted.norms, rtol=1e-14, atol=0)  # sums of stages, in fp64
+        names |= each.state.keys()
+    assert names == wanted.state.keys()

@@ -1,0 +1,180 @@
+"""What stages hand to each other: activations one way, and their gradients the other.
+
+A message is the tensors of a value, one after the other. What form the value has (nesting, shapes, dtypes, numbers) is
+told once for each form of a micro-batch, ahead of the first such value: micro-batches of other lengths or sizes have
+another form, and nothing is told of one that was there before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zero.core import comm
+from zero.core.world import Axis
+from zero.watchdog.rank_status import Collective
+
+
+class Form(NamedTuple):
+    """Of a tensor: what to receive. strides: of a dense one that is not contiguous, else ()."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+    strides: tuple[int, ...] = ()
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Memory for it."""
+        if self.strides:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """What the rank that receives the tensor must know."""
+    as_it_is = tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() != tensor.stride()
+    needs_grad = tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+    return Form(tuple(tensor.shape), tensor.dtype, needs_grad, () if as_it_is else tensor.stride())
+
+
+def encode(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The value as JSON holds it, with its tensors appended to `tensors`; TypeError for what cannot be sent."""
+    if isinstance(value, torch.Tensor):
+        form = form_of(value)
+        tensors.append(value)
+        return {"tensor": [form.shape, str(form.dtype).removeprefix("torch."), form.needs_grad, form.strides]}
+    if isinstance(value, (tuple, list)):
+        return {"list" if isinstance(value, list) else "tuple": [encode(each, tensors) for each in value]}
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {"dict": {key: encode(each, tensors) for key, each in value.items()}}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    raise TypeError(
+        f"a value of {type(value).__name__} goes from one stage of the pipeline to the next, which can be tensors, "
+        "numbers, texts, None, and tuples, lists and dicts of such; place the layers that use it on one stage"
+    )
+
+
+def decode(said: Any, tensors: list[Any], make: Any) -> Any:
+    """The value that was encoded; `make(form)` gives each tensor, which is appended to `tensors`."""
+    if not isinstance(said, dict):
+        return said
+    ((kind, of),) = said.items()
+    if kind == "tensor":
+        shape, dtype, needs_grad, strides = of
+        tensors.append(make(Form(tuple(shape), getattr(torch, dtype), needs_grad, tuple(strides))))
+        return tensors[-1]
+    if kind == "dict":
+        return {key: decode(each, tensors, make) for key, each in of.items()}
+    if kind == "dtype":
+        return getattr(torch, of)
+    return (list if kind == "list" else tuple)(decode(each, tensors, make) for each in of)
+
+
+class Arrival(NamedTuple):
+    """Tensors that are on their way here. Keeps their memory alive."""
+
+    works: Sequence[dist.Work]
+    tensors: Sequence[torch.Tensor]
+    collective: Collective
+    axis: Axis
+    device: torch.device
+
+    def wait(self) -> list[torch.Tensor]:
+        """What has come (on CUDA: as the current stream will see it)."""
+        self.axis.watchdog.wait(self.works, self.collective)
+        return [each.to(self.device) for each in self.tensors]
+
+
+class Departure(NamedTuple):
+    """Tensors on their way to another rank. Keeps their memory alive."""
+
+    works: Sequence[dist.Work]
+    tensors: Sequence[torch.Tensor]
+    collective: Collective
+    axis: Axis
+
+    @property
+    def done(self) -> bool:
+        """Whether they have left."""
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        """Until they have left."""
+        self.axis.watchdog.wait(self.works, self.collective)
+
+
+class Messages:
+    """Sends and receives along pp. A rank and its neighbour post what they exchange in one order.
+
+    forms: by stage and form of the micro-batch, that of the value that comes into the stage.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self._axis, self._device = axis, device
+        self.forms: dict[tuple[int, Hashable], Any] = {}
+        self._words: list[comm.Word] = []
+
+    def form_to(self, place: int, stage: int, key: Hashable, said: Any) -> None:
+        """The form of what goes into `stage` at `place`; told if it is not known there."""
+        said = json.loads(json.dumps(said))  # lists for tuples, as it is heard
+        known = self.forms.setdefault((stage, key), said)
+        if known is said:
+            text = json.dumps(said).encode()
+            self._words += comm.tell([len(text)], [place], self._axis)
+            self._words += comm.tell(list(text), [place], self._axis)
+        elif known != said:
+            raise RuntimeError(
+                f"what stage {stage} of the pipeline gets has another form than before, for inputs of the same shapes: "
+                f"{said}, after {known}; the next rank cannot know it. Pad what depends on the values of the inputs"
+            )
+
+    def form_from(self, place: int, stage: int, key: Hashable, what: str) -> Any:
+        """The form of what comes into `stage` from `place`; heard from there if it is not known."""
+        if (stage, key) not in self.forms:
+            (count,) = comm.hear(1, place, self._axis, f"form of the {what}")
+            text = bytes(comm.hear(count, place, self._axis, f"form of the {what}"))
+            self.forms[stage, key] = json.loads(text)
+        return self.forms[stage, key]
+
+    def send(self, tensors: Sequence[torch.Tensor], place: int, kind: str, what: str) -> Departure:
+        """Start to send tensors to the rank at `place`."""
+        axis = self._axis
+        there = self._device if axis.native else torch.device("cpu")  # gloo sends from host memory only
+        sent = [_memory(each.detach().to(there)) for each in tensors if each.numel()]
+        leaves = sum(each.nbytes for each in sent)
+        collective = axis.watchdog.begin(f"{kind} {what}", "", leaves, (), (axis.ranks[place],), True)
+        with axis.watchdog.sending(collective):
+            tag = comm.tag_of_kind(kind, axis, collective.attempt)
+            works = [dist.isend(each, group=axis.group, group_dst=place, tag=tag) for each in sent]
+        return Departure(works, sent, collective, axis)
+
+    def receive(self, forms: Sequence[Form], place: int, kind: str, what: str) -> Arrival:
+        """Start to receive tensors of these forms from the rank at `place`."""
+        axis = self._axis
+        there = self._device if axis.native else torch.device("cpu")
+        tensors = [form.empty(there) for form in forms]
+        collective = axis.watchdog.begin(f"{kind} {what}", "", 0, (), (axis.ranks[place],), True)
+        filled = [_memory(each) for each in tensors if each.numel()]
+        with axis.watchdog.sending(collective):
+            tag = comm.tag_of_kind(kind, axis, collective.attempt)
+            works = [dist.irecv(each, group=axis.group, group_src=place, tag=tag) for each in filled]
+        return Arrival(works, tensors, collective, axis, self._device)
+
+    def settle(self) -> None:
+        """Wait until all that was told of forms has left."""
+        words, self._words = self._words, []
+        comm.delivered(words, self._axis)
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in the order of its memory, a copy unless it is dense."""
+    if not tensor.is_contiguous() and form_of(tensor).strides:
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,145 @@
+"""Which stage each module of a model belongs to: as the model or the JSON says, or divided evenly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from zero.plan.pipeline import balanced
+
+# What a layer weighs at least, of all parameters: layers without any are divided evenly, too.
+_LEAST = 1e-9
+
+
+def divide(model: nn.Module, stages: int, partition: str | Sequence[int], said: Mapping[str, int]) -> dict[str, int]:
+    """The stage of each module that lies in one, by name; of other modules' parameters, each by itself.
+
+    said: stages of modules or parameters by name; what is not named is of the stage of what is registered before it. So
+    `module.pipeline_stage = n`, where nothing is said. Without both, the layers (children of an nn.Sequential, or
+    blocks of the largest nn.ModuleList; what is registered before these is of the first stage, and behind them of the
+    last) are divided as `partition` says: see the section `pipeline`. ValueError for what does not fit.
+    """
+    marked = {name: each.pipeline_stage for name, each in model.named_modules() if hasattr(each, "pipeline_stage")}
+    if explicit := dict(said) or marked:
+        source = "pipeline.stage_map" if said else "pipeline_stage"
+        _check(explicit, model, stages, source)
+        return dict(_told(model, explicit, "", [0]))
+    names = layers(model)
+    if len(names) < stages:
+        raise ValueError(
+            f"pipeline: {type(model).__name__} has {len(names)} layers, and there are {stages} stages; each wants one. "
+            "Take fewer stages, or say by pipeline.stage_map which module is of which"
+        )
+    starts = _starts(model, names, stages, partition)
+    of_layer = {name: sum(start <= at for start in starts) - 1 for at, name in enumerate(names)}
+    found, seen = {}, False
+    for name in _apart(model, set(names)):
+        seen = seen or name in of_layer
+        found[name] = of_layer.get(name, stages - 1 if seen else 0)
+    return found
+
+
+def layers(model: nn.Module) -> list[str]:
+    """The names of what is divided evenly, in order."""
+    if isinstance(model, nn.Sequential):
+        return [name for name, _ in model.named_children()]
+    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each)]
+    if lists:
+        trunk, blocks = max(lists, key=lambda item: sum(param.numel() for param in item[1].parameters()))
+        return [f"{trunk}.{at}" if trunk else at for at, _ in blocks.named_children()]
+    found = []
+    for name, child in model.named_children():
+        parts = [f"{name}.{at}" for at, _ in child.named_children()] if isinstance(child, nn.Sequential) else []
+        found += parts or [name]
+    return found
+
+
+def _starts(model: nn.Module, names: Sequence[str], stages: int, partition: str | Sequence[int]) -> list[int]:
+    """Where each stage begins among the layers."""
+    if not isinstance(partition, str):
+        if len(partition) != stages or sum(partition) != len(names) or min(partition) < 1:
+            raise ValueError(
+                f"pipeline.partition: got {list(partition)}; wanted {stages} numbers of layers, one for each stage, "
+                f"that make up {len(names)}"
+            )
+        return [sum(partition[:stage]) for stage in range(stages)]
+    modules = [model.get_submodule(name) for name in names]
+    if partition == "uniform":
+        weights = [1.0] * len(names)
+    elif partition.startswith("type:"):
+        kind = re.compile(partition[len("type:") :], re.IGNORECASE)
+        weights = [float(bool(kind.search(type(each).__name__))) for each in modules]
+        if sum(weights) < stages:
+            raise ValueError(
+                f"pipeline.partition: '{partition}' finds {int(sum(weights))} layers, and there are {stages} stages"
+            )
+    else:
+        weights = [float(sum(param.numel() for param in each.parameters())) for each in modules]
+        inside = {param for each in modules for param in each.parameters()}
+        first, last = (set() for _ in range(2))
+        seen = False
+        for name in _apart(model, set(names)):
+            seen = seen or name in names
+            (last if seen else first).update(set(_params(model, name)) - inside)
+        weights[0] += sum(param.numel() for param in first)
+        weights[-1] += sum(param.numel() for param in last - first)
+    return balanced([weight + _LEAST * sum(weights) + _LEAST for weight in weights], stages)
+
+
+def _params(model: nn.Module, name: str) -> Iterator[nn.Parameter]:
+    parent, _, child = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    if child in owner._modules:
+        yield from owner._modules[child].parameters()
+    elif owner._parameters.get(child) is not None:
+        yield owner._parameters[child]
+
+
+def _apart(model: nn.Module, names: set[str], path: str = "") -> Iterator[str]:
+    """These modules, and whatever is not inside of one, as large as it can be, in the order of registration."""
+    for name, param in model._parameters.items():
+        if param is not None:
+            yield f"{path}{name}"
+    for name, child in model._modules.items():
+        here = f"{path}{name}"
+        if child is None:
+            continue
+        if here not in names and any(each.startswith(f"{here}.") for each in names):
+            yield from _apart(child, names, f"{here}.")
+        else:
+            yield here
+
+
+def _told(module: nn.Module, said: Mapping[str, int], path: str, now: list[int]) -> Iterator[tuple[str, int]]:
+    """Each module without others inside that are said to be of another stage; `now`: the stage of the last one."""
+    for name, param in module._parameters.items():
+        if param is not None:
+            yield f"{path}{name}", said.get(f"{path}{name}", now[0])
+    before = -1
+    for name, child in module._modules.items():
+        here = f"{path}{name}"
+        if child is None:
+            continue
+        now[0] = said.get(here, now[0])
+        if isinstance(module, (nn.Sequential, nn.ModuleList)) and now[0] < before:
+            raise ValueError(
+                f"pipeline: '{here}' is said to be of stage {now[0]}, and what is before it of stage {before}; stages "
+                "are run in order, so numbers must not decrease"
+            )
+        if any(each.startswith(f"{here}.") for each in said):
+            yield from _told(child, said, f"{here}.", now)
+        else:
+            yield here, now[0]
+        before = now[0]
+
+
+def _check(said: Mapping[str, int], model: nn.Module, stages: int, source: str) -> None:
+    known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+    for name, stage in said.items():
+        if name not in known:
+            near = ", ".join(repr(each) for each, _ in model.named_children())
+            raise ValueError(f"{source}: {type(model).__name__} has no module '{name}'; its children are {near}")
+        if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < stages:
+            raise ValueError(f"{source} of '{name}': got {stage!r}, wanted one of 0 to {stages - 1}")
