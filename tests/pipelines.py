@@ -1,4 +1,4 @@
-"""Models in stages, and the training of one: with its layers divided among ranks, or as micro-batches in one process."""
+"""Models in stages, and their training: with layers divided among ranks, or by micro-batches in one process."""
 
 from __future__ import annotations
 

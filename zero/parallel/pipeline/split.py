@@ -125,8 +125,8 @@ class Divided:
         except Exception as error:
             raise RuntimeError(
                 f"pipeline: the forward of {type(self.model).__name__} cannot be divided among stages: {error}. What "
-                "is between modules of different stages must not depend on values of tensors; give an nn.Sequential or a "
-                "model of transformers"
+                "is between modules of different stages must not depend on values of tensors; give an nn.Sequential "
+                "or a model of transformers"
             ) from error
         return _without(graph, fixed)
 
