@@ -62,18 +62,17 @@ def load(
     batch = None
     if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):
         train, micro, steps = (getattr(file, name) for name in (TRAIN, MICRO, STEPS))
-        steps = file.pipeline.micro_batches if steps is None else steps
         if train is None and micro is None and not (filled and file.managed_gradient_accumulation):
             micro = 1
         try:
-            batch = resolve(train, micro, steps, grid.size(*DATA))
+            batch = resolve(train, micro, steps or file.pipeline.micro_batches, grid.size(*DATA))
         except ValueError as error:
             note = "; ranks share sequences, which Accelerate is told by ParallelismConfig(sp_size=...) instead"
             errors.append(str(error) + note * (file.sequence_parallel_size > 1))
     if batch is not None and file.zero.reduce == "tree":
         errors += filter(None, [tree_error(batch.steps, grid.size(*DATA, "cp"))])
     errors += [*rules.precision(file), *rules.storage(file), *rules.graphs(file), *rules.means(file)]
-    errors += [*rules.quantized(file), *sharded, *(rules.pipelines(file, grid, batch.steps) if batch else ())]
+    errors += [*rules.quantized(file), *sharded, *rules.pipelines(file, grid, batch and batch.steps)]
     for warning in walk.warnings:
         log.log_once(logging.WARNING, warning)  # before the error: a misspelt section may be its cause
     if errors or batch is None:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from zero.config.file import File
 from zero.config.grid_sizes import KEYS, given_sizes
+from zero.config.pipeline import STYLES
 from zero.plan.grid import Grid
-from zero.plan.pipeline import STYLES
 
 MAX_SCALE_POWER = 64  # of the loss scale: see LARGEST in zero/optim/scaler.py
 _HPZ = "zero_optimization.zero_hpz_partition_size"
@@ -135,12 +135,12 @@ def forms(file: File, grid: Grid, taken: bool) -> Iterator[str]:
         yield f"{_HPZ}: got more than 1 with pp x tp {size}; keep one of the two"
 
 
-def pipelines(file: File, grid: Grid, steps: int) -> Iterator[str]:
-    """Rules about layers that are divided among ranks; `steps`: micro-batches of a step."""
+def pipelines(file: File, grid: Grid, steps: int | None) -> Iterator[str]:
+    """Rules about layers that are divided among ranks; `steps`: micro-batches of a step, where that is known."""
     section = file.pipeline
     if section.micro_batches is not None and section.split_size is not None:
         yield "pipeline: got micro_batches and split_size, each of which says how many there are; keep one of the two"
-    if section.micro_batches is not None and steps % section.micro_batches:
+    if section.micro_batches is not None and steps and steps % section.micro_batches:
         yield (
             f"pipeline.micro_batches: got {section.micro_batches}, which does not divide gradient_accumulation_steps "
             f"{steps}; leave one of the two out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -114,8 +114,7 @@ def initialize(
     then shards (HSDP); or the sizes, (replicas, shards) or `{"dp_replicate": 2, "dp_shard": 4}`, over all ranks.
     mpu: Megatron's object, whose data-parallel group is taken; instead of a mesh.
     dist_init_required: False where the caller has made the process group, or has none because it trains alone.
-    loss_fn: from the model's output and a target to the loss, for `engine.train_batch`; None where the model computes
-    its own.
+    loss_fn: of (output, target), for `engine.train_batch`; None where the model computes its loss.
     Raises ValueError (`ConfigError` for the JSON) for whatever does not fit.
     """
     check_places(args, model, optimizer, model_parameters, (config, config_params) != (None, None))
@@ -129,19 +128,17 @@ def initialize(
     settings = _load(source, data, stand_ins, assigned, model)
     device = local_device()
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
-    loader = None
+    loader, place = None, data.place(settings.grid)
     if training_data is not None:
-        loader = make_loader(settings, device, data.place(settings.grid), training_data, collate_fn=collate_fn)
+        loader = make_loader(settings, device, place, training_data, collate_fn=collate_fn)
     if assigned is not None and assigned.plain:
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
     else:
-        stages = _divide(model, settings, data.rank, loss_fn)
-        zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings, stages)
-        scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
-        engine = _make_engine(model, zero_optimizer, groups, settings, device, data, training_data, stages)
-        if stages is not None and loader is not None:
-            engine._pipeline.feed.repeat(loader)
+        with _divided(model, settings, data.rank, loss_fn) as stages:
+            zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings, stages)
+            scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
+            engine = _make_engine(model, zero_optimizer, groups, settings, device, data, training_data, stages)
     engine.lr_scheduler, engine.training_dataloader = scheduler, engine._follow(loader)
     if assigned is not None:
         assigned.watch(engine)
@@ -316,11 +313,18 @@ def _wrap(
     return wrap(model, params, sharding, world, meshes, device, numerics, limits, settings, fused)
 
 
-def _divide(model: nn.Module, settings: Config, rank: int, loss_fn: Callable[..., Any] | None) -> Pipelined | None:
-    """The stages of this rank, where the JSON divides the model or a function computes the loss of it."""
+@contextlib.contextmanager
+def _divided(
+    model: nn.Module, settings: Config, rank: int, loss_fn: Callable[..., Any] | None
+) -> Iterator[Pipelined | None]:
+    """Gives the stages of this rank, where the JSON divides the model or a function computes the loss of it.
+
+    An exception inside leaves the model whole.
+    """
     section, grid = settings.pipeline, settings.grid
     if loss_fn is None and "stages" not in section.model_fields_set:
-        return None
+        yield None
+        return
     how = {"partition": section.partition, "said": section.stage_map}
     place, steps = grid.ranks("pp", rank).index(rank), section.micro_batches or settings.gradient_accumulation_steps
     steps *= -(
@@ -328,7 +332,12 @@ def _divide(model: nn.Module, settings: Config, rank: int, loss_fn: Callable[...
     )
     found = pipelined(model, section.schedule, section.stages_per_rank, grid.size("pp"), place, steps, how)
     found.loss_fn = loss_fn
-    return found
+    try:
+        yield found
+    except BaseException:
+        found.divided.restore()
+        raise
+    found.divided.settle()
 
 
 def _make_optimizer(

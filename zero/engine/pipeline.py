@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -50,8 +50,16 @@ class Pipeline:
         each = config.reduces_each or (sharded.sharding.grads and config.pipeline.gather == "use")
         how = config.pipeline.gather == "step", each
         self._runner = Runner(pipelined.stages(sharded), self._along, sharded, *how)
-        if len(pipelined.places) > 1:
-            training.model = _refuse
+        self._whole = training.model
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the model, where all of it is here."""
+        if len(self.pipelined.places) == 1:
+            return self._whole(*inputs, **kwargs)
+        raise RuntimeError(
+            "engine(x) of a model whose stages lie on several ranks; call engine.train_batch(data_iter), which steps, "
+            "too, or engine.eval_batch(data_iter)"
+        )
 
     @property
     def is_first(self) -> bool:
@@ -212,11 +220,48 @@ class Pipeline:
         return loss, tokens
 
 
-def _refuse(*inputs: Any, **kwargs: Any) -> Any:
-    raise RuntimeError(
-        "engine(x) of a model whose stages lie on several ranks; call engine.train_batch(data_iter), which steps, too, "
-        "or engine.eval_batch(data_iter)"
-    )
+class InStages:
+    """Methods of an engine whose model is in stages."""
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """One optimizer step: all its micro-batches forward and backward in a schedule, then `step()`; collective.
+
+        data_iter: gives batches (inputs, targets), or dicts of what the model is called with; the same on all ranks
+        whose stages are of one replica. None: those of `training_data`, over and over, or of `set_dataiterator`.
+        Returns the loss, fp32 [], on all ranks: the mean over micro-batches and data-parallel ranks. Raises
+        RuntimeError, on all ranks, where an iterator ends too early or gives ranks of a replica different batches.
+        """
+        return self._pipelining("train_batch").train_batch(self.step, data_iter)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: Literal["avg"] | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """As many micro-batches as a schedule of a step has, or `num_micro_batches`, forward in eval mode; collective.
+
+        Returns the mean loss on all ranks, without `bcast_loss` on those of the last stage; of a model that computes
+        none, and where `initialize` was given no `loss_fn`, the mean output. `reduce_output="avg"`: over data-parallel
+        ranks, too. return_logits: a pair of it and, on ranks of the last stage, the outputs in order.
+        """
+        how = return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
+        return self._pipelining("eval_batch").eval_batch(data_iter, *how)
+
+    def _pipelining(self, caller: str) -> Pipeline:
+        self._status.check_not_destroyed()
+        pipeline = self._training.model
+        if not isinstance(pipeline, Pipeline):
+            raise RuntimeError(
+                f"{caller}() is for a model in stages: set pipeline.stages in the JSON, or give loss_fn to "
+                "initialize(); else call engine(...), engine.backward(loss) and engine.step()"
+            )
+        if pipeline.feed.iterator is None and self.training_dataloader is not None:
+            pipeline.feed.repeat(self.training_dataloader)
+        return pipeline
 
 
 def _together(outputs: Sequence[Any]) -> Any:

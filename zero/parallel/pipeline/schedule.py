@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from zero.core.torch_private import pipeline_orders
-from zero.plan.pipeline import STYLES, Action, Kind, Schedule, single_order
+from zero.config.pipeline import STYLES
+from zero.parallel.pipeline.torch_private import pipeline_orders
+from zero.plan.pipeline import Action, Kind, Schedule, single_order
 
 
 def stages_per_rank(style: str, given: int | None) -> int:

@@ -53,6 +53,7 @@ class Divided:
         self.stage_of = stage_of
         self.mixed = {""} | {name[:at] for name in stage_of for at, letter in enumerate(name) if letter == "."}
         self._graphs: dict[tuple[Any, ...], list[Piece]] = {}
+        self._pruned: list[tuple[dict[str, Any], str, Any]] = []  # what was taken out: from where, name, what
         self._absent: dict[str, nn.Parameter] = {}  # of modules that several stages have a part of, without memory
 
     def prune(self, stages: Sequence[int]) -> None:
@@ -66,14 +67,28 @@ class Divided:
             if stage in stages:
                 continue
             if child in owner._modules:
-                if any(True for _ in (*owner._modules[child].parameters(), *owner._modules[child].buffers())):
-                    owner._modules[child] = Elsewhere(name, stage)
+                if next(_held(owner._modules[child]), None) is not None:
+                    self._put(owner._modules, child, Elsewhere(name, stage))
             elif child in owner._parameters:
                 self._absent[name] = nn.Parameter(owner._parameters[child].detach().to("meta"))
-                owner._parameters[child] = None
+                self._put(owner._parameters, child, None)
         here = dict.fromkeys(self.model.parameters())
         for param in here:
             _register(self.model, first[param], param)
+
+    def restore(self) -> None:
+        """Put back what was taken out."""
+        for table, name, was in reversed(self._pruned):
+            table[name] = was
+        self._pruned = []
+
+    def settle(self) -> None:
+        """Let go of what was taken out: nobody wants it back."""
+        self._pruned = []
+
+    def _put(self, table: dict[str, Any], name: str, value: Any) -> None:
+        self._pruned.append((table, name, table[name]))
+        table[name] = value
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """Those that the modules of a stage read."""
