@@ -201,6 +201,12 @@ class _Some(NamedTuple):
     places: tuple[int, ...]
 
 
+def parts_of(axes: UnitAxes, world: int) -> int:
+    """A number that all groups along these axes of a grid of `world` ranks divide."""
+    some = _some((*axes.shard, *axes.replica, *axes.sums))
+    return world if some is None else world * len(some.places)
+
+
 def _some(names: Sequence[str]) -> _Some | None:
     for name in names:
         axis, _, places = name.partition(":")
