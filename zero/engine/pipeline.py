@@ -113,7 +113,7 @@ class Pipeline:
             reducer.leaf = Leaf(first + batch.number)
             if not stage.index:
                 training.record.batch((batch.args, batch.kwargs))
-            return training.run(lambda given: stage.run(given, batch), (values,), {})
+            return self._forward(stage, values, batch)
 
         def loss(output: Any, number: int) -> torch.Tensor:
             value, tokens = self._loss(output, batches[number])
@@ -132,6 +132,12 @@ class Pipeline:
             training.record.backward(value, share, 0.0, count)
         reducer.end_schedule(counts)
         return losses
+
+    def _forward(self, stage: Stage, values: Any, batch: Batch) -> Any:
+        def run(values: Any, args: Any, kwargs: Any) -> Any:
+            return stage.run(values, batch._replace(args=args, kwargs=kwargs))
+
+        return self._training.run(run, (values, batch.args, batch.kwargs), {})
 
     @contextlib.contextmanager
     def _backward(self) -> Iterator[None]:
@@ -153,13 +159,11 @@ class Pipeline:
         batches = self.feed.take("eval_batch", data_iter, num_micro_batches or self.micro_batches, config)
         outputs: dict[int, Any] = {}
 
-        def forward(stage: Stage, values: Any, batch: Batch) -> Any:
-            return self._training.run(lambda given: stage.run(given, batch), (values,), {})
+        def keep(output: Any, number: int) -> Any:
+            outputs[number] = output
+            return output
 
-        calls, trained = (
-            Calls(forward, lambda output, number: outputs.setdefault(number, output), self._backward),
-            module.training,
-        )
+        calls, trained = Calls(self._forward, keep, self._backward), module.training
         module.eval()
         try:
             with torch.no_grad():
