@@ -46,7 +46,7 @@ class Pipeline:
         self._status, self._data = status, data
         self._along = sharded.meshes.along("pp")
         ends = self.is_first or self.is_last
-        self.feed = Feed(sharded, pipelined.one_input, pipelined.loss_fn is not None, ends)
+        self.feed = Feed(sharded, pipelined.one_input, pipelined.loss_fn is not None, ends, pipelined.divided.prepare)
         each = config.reduces_each or (sharded.sharding.grads and config.pipeline.gather == "use")
         how = config.pipeline.gather == "step", each
         self._runner = Runner(pipelined.stages(sharded), self._along, sharded, *how)

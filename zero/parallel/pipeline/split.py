@@ -110,16 +110,23 @@ class Divided:
         elif owner._parameters.get(child) is not None:
             yield owner._parameters[child]
 
+    def prepare(self, batch: Batch) -> None:
+        """Divide the forward for the arguments that this micro-batch has; raises what `split` does."""
+        self._pieces(self._names(batch))
+
     def run(self, stage: int, values: Any, batch: Batch) -> Any:
         """Stage `stage` of the forward, from what comes into it; returns what goes to the next one, or the output."""
         names = self._names(batch)
-        key = (tuple(names), self.model.training)
-        if key not in self._graphs:
-            self._graphs[key] = split(self._traced(names), self.stage_of, self._stages, self.model)
-        piece = self._graphs[key][stage]
+        piece = self._pieces(names)[stage]
         given = dict(zip(piece.takes, values or (), strict=True))
         inputs = [named[1] for named in names.items()]  # of the placeholders, in order
         return piece.run(self.model, dict(zip(names, inputs, strict=True)), given)
+
+    def _pieces(self, names: Mapping[str, Any]) -> list[Piece]:
+        key = (tuple(names), self.model.training)
+        if key not in self._graphs:
+            self._graphs[key] = split(self._traced(names), self.stage_of, self._stages, self.model)
+        return self._graphs[key]
 
     def _names(self, batch: Batch) -> dict[str, Any]:
         """What the forward is called with, by name."""

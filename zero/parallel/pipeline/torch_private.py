@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 def pipeline_orders(
     made_by: str, compute: Sequence[Sequence[tuple[int, str, int]]], per_rank: int, micro_batches: int
@@ -18,6 +20,8 @@ def pipeline_orders(
     `made_by`: a class of schedules; or "", and `compute` has what each rank computes, to which messages are added.
     ValueError where the class cannot have so many micro-batches.
     """
+    if VERSION < (2, 13):
+        raise RuntimeError(f"pipelines want torch 2.13 or later; there is {torch.__version__}; install a later one")
     from torch.distributed.pipelining import schedules  # imports much
 
     places = len(compute)
