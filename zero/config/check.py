@@ -29,7 +29,7 @@ def load(
     world_size: int,
     told: Told = NOTHING_TOLD,
     *,
-    forms: bool = True,
+    refused: Collection[str] = (),
     filled: bool = True,
     stand_ins: Collection[str] = (),
     checks: Mapping[str, Callable[[str, Mapping[str, Any]], list[str]]] = MappingProxyType({}),
@@ -41,7 +41,7 @@ def load(
     Hugging Face has not filled in yet: "auto" counts as not given. If no batch size is given then, or where the script
     ends its steps by itself, the micro-batch is 1. `stand_ins` are sections that the script replaces by its own
     objects. `checks`: by section, a function that finds problems of its `type` and `params` that need torch to be
-    known. `forms`: ranks may have parts of the model only, which not all that reads a config counts on.
+    known. `refused`: axes of the grid along which ranks have parts of the model, and which the caller cannot count on.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size: got {show(world_size)}, wanted an integer of at least 1")
@@ -53,7 +53,7 @@ def load(
     sharded = [*rules.sharding(file, world_size)] if staged else []
     grid, wrong = grid_of(file, world_size, told)
     divided = [*rules.indivisible("sequence_parallel_size", file.sequence_parallel_size, world_size)]
-    errors += [*(divided or ([] if sharded else wrong)), *rules.forms(file, grid, forms)]
+    errors += [*(divided or ([] if sharded else wrong)), *rules.forms(file, grid, refused)]
     file = file.model_copy(update={"sequence_parallel_size": grid.size("cp")})
     for name, check in checks.items():
         if (section := getattr(file, name)) is not None and name not in stand_ins:

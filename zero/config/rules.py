@@ -1,6 +1,6 @@
 """Rules about several keys of a checked file; each error has the numbers and a fix."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from zero.config.file import File
 from zero.config.grid_sizes import KEYS, given_sizes
@@ -127,9 +127,9 @@ def means(file: File) -> Iterator[str]:
             yield f"{key}: got 'fp16' with zero.mean 'tokens', whose sums leave its range; use 'bf16' or 'fp32'"
 
 
-def forms(file: File, grid: Grid, taken: bool) -> Iterator[str]:
-    """Rules about ranks that have parts of the model only, which may not be `taken` here."""
-    if not taken and (named := [key for key in given_sizes(file) if KEYS[key] != "cp"]):
+def forms(file: File, grid: Grid, refused: Collection[str]) -> Iterator[str]:
+    """Rules about ranks that have parts of the model only, along axes of which some may be `refused` here."""
+    if named := [key for key in given_sizes(file) if KEYS[key] in refused]:
         yield f"{', '.join(named)}: is not planned for yet; leave it out here, only training takes it"
     if file.zero_optimization.zero_hpz_partition_size > 1 and (size := grid.size("pp", "tp")) > 1:
         yield f"{_HPZ}: got more than 1 with pp x tp {size}; keep one of the two"

@@ -275,7 +275,8 @@ class Engine(InStages, DeepSpeedGetters, nn.Module):
     def describe(self) -> Description:
         """Units and parameters: shapes, dtypes, which rank has which elements, and where; prints as a table."""
         self._status.check_not_destroyed()
-        return describe(self._sharded)
+        model = self._training.model
+        return describe(self._sharded, model.pipelined if isinstance(model, Pipeline) else None)
 
     def destroy(self) -> None:
         """Take every hook off, give the module whole parameters of its own again, and the rest back; collective.

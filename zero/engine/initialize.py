@@ -109,20 +109,18 @@ def initialize(
     that our kernels run. Its parameter groups stay in charge; it is made anew for each unit, so state of earlier steps
     is not taken over. One that torch does not have needs `zero_allow_untested_optimizer`. lr_scheduler: an object bound
     to that optimizer, or a callable of the optimizer that is returned.
-    training_data: a dataset, from which each rank's loader of micro-batches is made.
+    training_data: a dataset, of which each rank's loader is made. loss_fn: of (output, target), for `train_batch`.
     mesh_param, device_mesh: the data-parallel ranks: torch's DeviceMesh of one dimension, or of two, replicas and
     then shards (HSDP); or the sizes, (replicas, shards) or `{"dp_replicate": 2, "dp_shard": 4}`, over all ranks.
     mpu: Megatron's object, whose data-parallel group is taken; instead of a mesh.
     dist_init_required: False where the caller has made the process group, or has none because it trains alone.
-    loss_fn: of (output, target), for `engine.train_batch`; None where the model computes its loss.
     Raises ValueError (`ConfigError` for the JSON) for whatever does not fit.
     """
     check_places(args, model, optimizer, model_parameters, (config, config_params) != (None, None))
     source = resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
     keep_cuts(model)
-    layers_are_cut = any(cut_of(param) is not None for param in model.parameters())
-    data = data_ranks(mesh_param, device_mesh, mpu, layers_are_cut)
+    data = data_ranks(mesh_param, device_mesh, mpu, any(cut_of(param) is not None for param in model.parameters()))
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
     settings = _load(source, data, stand_ins, assigned, model)
@@ -321,17 +319,10 @@ def _divided(
 
     An exception inside leaves the model whole.
     """
-    section, grid = settings.pipeline, settings.grid
-    if loss_fn is None and "stages" not in section.model_fields_set:
+    if loss_fn is None and "stages" not in settings.pipeline.model_fields_set:
         yield None
         return
-    how = {"partition": section.partition, "said": section.stage_map}
-    place, steps = grid.ranks("pp", rank).index(rank), section.micro_batches or settings.gradient_accumulation_steps
-    steps *= -(
-        -settings.train_micro_batch_size_per_gpu // (section.split_size or settings.train_micro_batch_size_per_gpu)
-    )
-    found = pipelined(model, section.schedule, section.stages_per_rank, grid.size("pp"), place, steps, how)
-    found.loss_fn = loss_fn
+    found = pipelined(model, settings, settings.grid.ranks("pp", rank).index(rank), loss_fn)
     try:
         yield found
     except BaseException:

@@ -21,7 +21,7 @@ from zero.engine.step import TrainingStep
 from zero.parallel.pipeline.build import Pipelined
 from zero.parallel.pipeline.runner import Calls, Runner
 from zero.parallel.pipeline.stage import Batch, Stage
-from zero.plan.pipeline import Schedule, forward_orders
+from zero.plan.pipeline import forward_orders
 from zero.watchdog.hang_report import Phase
 
 
@@ -77,12 +77,6 @@ class Pipeline:
         config = self._accumulation.config
         return config.pipeline.micro_batches or config.gradient_accumulation_steps
 
-    def schedule(self) -> Schedule:
-        """What the ranks along pp do in one schedule, of batches of the size in the configuration."""
-        config = self._accumulation.config
-        size = config.train_micro_batch_size_per_gpu
-        return self.pipelined.schedule(self.micro_batches * -(-size // (config.pipeline.split_size or size)))
-
     def train_batch(self, step: Callable[[], None], data_iter: Iterator[Any] | None) -> torch.Tensor:
         """See `Engine.train_batch`. step: the engine's."""
         self._status.check()
@@ -124,7 +118,7 @@ class Pipeline:
             return training.scaled(value, 1.0 if config.counted else share, weight)
 
         self._runner.train(
-            self.pipelined.schedule(len(batches)), batches, Calls(forward, loss, self._backward), first, last
+            self.pipelined.schedule_of(len(batches)), batches, Calls(forward, loss, self._backward), first, last
         )
         comm.broadcast(losses, self.pipelined.places[-1], self._along, "losses")
         counts = losses[:, 2].tolist() if config.counted else [1.0] * len(batches)
@@ -167,7 +161,7 @@ class Pipeline:
         module.eval()
         try:
             with torch.no_grad():
-                self._runner.evaluate(forward_orders(self.pipelined.schedule(len(batches))), batches, calls)
+                self._runner.evaluate(forward_orders(self.pipelined.schedule_of(len(batches))), batches, calls)
         finally:
             module.train(trained)
         given = [outputs[number] for number in range(len(batches))] if self.is_last else []

@@ -12,6 +12,7 @@ from typing import NamedTuple
 # From outermost to innermost: neighbours along the last one are consecutive ranks.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA = ("dp_replicate", "dp_shard")
+PARTS_OF_MODEL = ("pp", "tp", "ep")  # along these ranks have other parameters
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")  # of the same ranks: efsdp x ep = dp_shard x cp x tp
 WORDS = {f"{axis}_size": axis for axis in (*AXES, "ep")} | {"sp": "cp", "sp_size": "cp"}  # as Accelerate says
 
