@@ -112,8 +112,9 @@ def test_batches_loaders_and_groups_count_data_ranks():
 
 @pytest.mark.ranks(2)
 def test_a_form_that_no_layer_uses_is_refused_by_the_name_of_its_axis():
-    for form, axis in ((TP, "tp"), (EP, "ep"), ({"pipeline": {"stages": 2}}, "pp")):
-        said = said_by(lambda: zero.initialize(model=nn.Linear(4, 4), config=config(1, 2 if form is EP else 1) | form))  # noqa: B023
+    for form, axis, sizes in ((TP, "tp", None), (EP, "ep", None), ({}, "pp", {"pp": 2})):
+        json = config(1, 2 if form is EP else 1) | form
+        said = said_by(lambda: zero.initialize(model=nn.Linear(4, 4), config=json, mesh_param=sizes))  # noqa: B023
         assert said.startswith(f"ValueError: initialize(): {axis} is 2, and ")
 
 

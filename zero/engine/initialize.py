@@ -75,7 +75,7 @@ _CHECKS = {"optimizer": optimizer_type_problems, "scheduler": schedule_problems}
 
 # What is wanted of a model on more than one rank along an axis, and is not done for the user yet.
 _FORMS = {
-    "pp": "all ranks have the same parameters: no layers are divided among stages for you yet",
+    "pp": "all ranks have the same parameters; pipeline.stages of the JSON divides them",
     "tp": "no parameter of the model is a part of a larger one: no layers are cut for you yet; zero.set_cut says it",
     "ep": "no parameter is an expert's: experts are not divided for you yet; zero.set_cut says it, along ep",
 }
