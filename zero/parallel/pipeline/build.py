@@ -14,6 +14,7 @@ from zero.parallel.pipeline.partition import divide
 from zero.parallel.pipeline.schedule import make_schedule, stages_per_rank
 from zero.parallel.pipeline.split import Divided
 from zero.parallel.pipeline.stage import Stage
+from zero.parallel.pipeline.trunk import Trunk, is_pretrained
 from zero.plan.grid import DENSE
 from zero.plan.pipeline import Schedule
 
@@ -68,7 +69,7 @@ def pipelined(
     per_rank = stages_per_rank(style, per_rank)
     schedule = make_schedule(style, places, micro_batches, per_rank)
     stage_of = divide(model, places * per_rank, **how)
-    divided = Divided(model, stage_of, places * per_rank)
+    divided = (Trunk if is_pretrained(model) else Divided)(model, stage_of, places * per_rank)
     _tie(divided, schedule)
     before = set(model.parameters())
     here = schedule.stages(place)
