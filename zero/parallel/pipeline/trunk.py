@@ -2,8 +2,8 @@
 
 Such a forward cannot be traced: it branches on its arguments and its configuration. So it is run, and modules of other
 stages are replaced for the time: the block right before the stage gives what came from there, whatever is before that
-gives NaN, and what the last block of the stage has given is what goes on. Masks and positions each stage makes by
-itself, from the batch. NaN in the wrong place tells that a stage would need more than the output of one block.
+gives NaN, and the forward ends as the last block of the stage has run. Masks and positions each stage makes by itself,
+from the batch. NaN in the wrong place tells that a stage would need more than the output of one block.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class Trunk(Divided):
         params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         held = {name: at for name, at in stage_of.items() if any(f"{each}.".startswith(f"{name}.") for each in params)}
         super().__init__(model, held, stages)
-        self._proven = stages == 1
-        if self._proven:
+        if stages == 1:
             return
         self._base, self._blocks = model.base_model, layers(model)
         path = "" if self._base is model else f"{model.base_model_prefix}."
@@ -58,7 +57,6 @@ class Trunk(Divided):
         if (trunk := self._blocks[0].rpartition(".")[0]) not in plan:
             self._refuse(f"it has no pp_plan with its blocks '{trunk}'; take a model of transformers that has (Llama)")
         self._before, behind = plan[: plan.index(trunk)], plan[plan.index(trunk) + 1 :]
-        self._behind = dict.fromkeys(behind, lambda given, *_, **__: given)
         if {*(found := [held.get(name) for name in self._blocks])} != {*range(stages)}:
             self._refuse(f"its blocks are of the stages {found}; give each of 0 to {stages - 1} a whole one")
         for name in (name for name in held if name not in self._blocks):
@@ -66,52 +64,47 @@ class Trunk(Divided):
                 self._refuse(f"'{name}' has parameters and is not in its pp_plan; take a model whose plan is complete")
             if held[name] != (wanted := 0 if name in self._before else stages - 1):
                 self._refuse(f"'{name}' is said to be of stage {held[name]}, and is called in stage {wanted}; say that")
-        self._takes, self._of_head = (inspect.signature(each.forward).parameters for each in (self._base, model))
+        self._takes = inspect.signature(self._base.forward).parameters
         self._attributes = {
             name: {key: each for key, each in vars(model.get_submodule(name)).items() if type(each) in _PLAIN}
             for name in (*self._before, *self._blocks, *behind)
         }
-        self._prove()
+        self._prove(behind)
 
     def run(self, stage: int, values: Any, batch: Batch) -> Any:
         """Stage `stage` of the forward, from what comes into it; returns what goes to the next one, or the output."""
         if self._stages == 1:
             return self.model(*batch.args, **batch.kwargs)
-        self._prove()
-        given, passed = self._given(batch), [values]
-        with self._instead(self._calls(stage, passed)):
-            if stage == self._stages - 1:
-                return self.model(**given)
-            # What only the head takes, labels say, the base model does not know.
-            own = {name: each for name, each in given.items() if name in self._takes or name not in self._of_head}
-            self._base(**own)
-        return passed[0]
+        with self._instead(self._calls(stage, values)):
+            try:
+                return self.model(**self._given(batch))
+            except _Reached as reached:
+                return reached.args[0]
 
     def _given(self, batch: Batch) -> dict[str, Any]:
         """What the model is called with, by name."""
-        given = dict(zip(self._of_head, batch.args, strict=False)) | batch.kwargs
+        given = dict(zip(inspect.signature(self.model.forward).parameters, batch.args, strict=False)) | batch.kwargs
         for name in _COLLECTED:
             asked = given.get(name)
             if getattr(self._base.config, name, False) if asked is None else asked:
                 self._refuse(f"{name} is set, and a stage has that of its own blocks only; set {name}=False")
         return given | ({"use_cache": False} if "use_cache" in self._takes else {})
 
-    def _calls(self, stage: int, passed: list[Any]) -> dict[str, Callable[..., Any]]:
-        """What modules do in a stage instead; `passed`: what came, and when the last block has run what it gives."""
+    def _calls(self, stage: int, came: Any) -> dict[str, Callable[..., Any]]:
+        """What modules do in a stage instead, into which this came."""
         at = [self.stage_of[name] for name in self._blocks]
-        first, end = at.index(stage), len(at) - at[::-1].index(stage)
-        last, spoiled = self.model.get_submodule(self._blocks[end - 1]), map_leaves(passed[0], _spoiled)
+        first, name = at.index(stage), self._blocks[len(at) - at[::-1].index(stage) - 1]
+        last, nan = self.model.get_submodule(name), map_leaves(came, _nan)
 
-        def run_last(*args: Any, **kwargs: Any) -> Any:
-            passed[0] = last(*args, **kwargs)
-            return passed[0]
+        def run_last(*args: Any, **kwargs: Any) -> None:
+            raise _Reached(last(*args, **kwargs))
 
-        calls = dict.fromkeys(self._blocks[:first], lambda *_, **__: spoiled)
-        calls |= dict.fromkeys(self._before if stage else (), lambda *_, **__: next(tensors_in(spoiled)))
-        calls |= dict.fromkeys(
-            [*self._blocks[max(first - 1, 0) : first], *self._blocks[end:]], lambda *_, **__: passed[0]
-        )
-        return calls if stage == self._stages - 1 else calls | {self._blocks[end - 1]: run_last} | self._behind
+        calls = {} if stage == self._stages - 1 else {name: run_last}
+        if stage:
+            calls |= dict.fromkeys(self._before, lambda *_, **__: next(tensors_in(nan)))
+            calls |= dict.fromkeys(self._blocks[: first - 1], lambda *_, **__: nan)
+            calls[self._blocks[first - 1]] = lambda *_, **__: came
+        return calls
 
     @contextlib.contextmanager
     def _instead(self, calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
@@ -125,31 +118,32 @@ class Trunk(Divided):
             for name, module in kept.items():
                 self.model.set_submodule(name, module)
 
-    def _prove(self) -> None:
+    def _prove(self, behind: list[str]) -> None:
         """Raise ValueError where a stage needs more than the batch and what the block before it gives.
 
-        Runs the base model on two tokens, without any parameter. What is on the meta device computes nothing yet: then
-        it waits for the first batch.
+        Runs the base model on two tokens, without any parameter. What is on the meta device computes nothing, and no
+        engine is made of it. behind: what is called behind the blocks.
         """
         device = next(itertools.chain(self._base.buffers(), self._base.parameters())).device
-        if self._proven or device.type == "meta":
-            return
         one = torch.ones(1, 2, self._base.config.hidden_size, device=device)
         given = self._given(Batch(0, (), {"input_ids": torch.zeros(1, 2, device=device, dtype=torch.long)}))
-        for stage in range(1, self._stages):
-            order, blocks = [], [name for name in self._blocks if self.stage_of[name] >= stage]
-            calls = self._calls(stage, [one]) | {name: functools.partial(_probe, order, name, one) for name in blocks}
+        for stage in range(1, 1 if device.type == "meta" else self._stages):
+            order, probed = [], [name for name in self._blocks if self.stage_of[name] >= stage] + behind
+            calls = self._calls(stage, one) | {name: functools.partial(_probe, order, name, one) for name in probed}
             try:
-                with self._instead(calls | self._behind), torch.no_grad():
+                with self._instead(calls), torch.no_grad():
                     _probe(order, "the head", one, self._base(**given)[0])
-                if order != [*blocks, "the head"]:
-                    raise ValueError(f"it calls blocks in the order {order}, wanted {blocks}")
+                if order != [*probed, "the head"]:
+                    raise ValueError(f"it calls modules in the order {order}, wanted {probed}")
             except Exception as error:
                 self._refuse(f"its forward cannot begin at stage {stage}: {error}; take another model")
-        self._proven = True
 
     def _refuse(self, why: str) -> None:
         raise ValueError(f"pipeline: {type(self.model).__name__} cannot be divided among stages: {why}")
+
+
+class _Reached(Exception):
+    """The last block of a stage has run; with what it gave."""
 
 
 class StandIn(nn.Module):
@@ -167,6 +161,6 @@ def _probe(order: list[str], name: str, gives: torch.Tensor, *args: Any, **kwarg
     return gives
 
 
-def _spoiled(leaf: Any) -> Any:
+def _nan(leaf: Any) -> Any:
     floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
     return torch.full_like(leaf, float("nan")) if floats else leaf
