@@ -218,9 +218,24 @@ def test_transformers_reads_what_it_saves(pool: Any, tmp_path: Path, kind, form,
     assert [each.seen for each in found] == [loss, loss]
 
 
+def skipping(base: Any) -> Any:
+    """A forward whose blocks all see the embedding, too."""
+
+    def forward(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        embedded = hidden = base.embed_tokens(input_ids)
+        for block in base.layers:
+            hidden = block(hidden + embedded)
+        return (base.norm(hidden),)
+
+    return forward
+
+
 def refused(kind: str, section: dict[str, Any]) -> str:
+    model = build("llama" if kind == "skipping" else kind)
+    if kind == "skipping":
+        model.model.forward = skipping(model.model)
     with pytest.raises(ValueError) as caught:
-        zero.initialize(model=build(kind), config=json(1, 1, 2) | {"pipeline": {"stages": 2, **section}})
+        zero.initialize(model=model, config=json(1, 1, 2) | {"pipeline": {"stages": 2, **section}})
     return str(caught.value)
 
 
@@ -230,6 +245,7 @@ def refused(kind: str, section: dict[str, Any]) -> str:
         ("gpt2", {}, "GPT2LMHeadModel cannot be divided among stages: it has no pp_plan"),
         ("bert", {}, "BertForMaskedLM cannot be divided among stages: it has no pp_plan"),
         ("routed", {}, "MixtralForCausalLM cannot be divided among stages: output_router_logits is set"),
+        ("skipping", {}, "model.layers.2 needs more than what the block before it gives"),
         ("llama", {"stage_map": {"model.layers.1.mlp": 1}}, "its blocks are of the stages [0, None, 1, 1]"),
         (
             "llama",
