@@ -25,6 +25,9 @@ STYLES = {
 }
 
 
+SPLIT = ("zero_bubble", "zbv", "dualpipev")  # whose backwards are in two parts
+
+
 class Pipeline(Section):
     """Layers divided among ranks, which pass micro-batches on."""
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 
 from zero.config.file import File
 from zero.config.grid_sizes import KEYS, given_sizes
-from zero.config.pipeline import STYLES
+from zero.config.pipeline import SPLIT, STYLES
 from zero.plan.grid import Grid
 
 MAX_SCALE_POWER = 64  # of the loss scale: see LARGEST in zero/optim/scaler.py
@@ -150,6 +150,8 @@ def pipelines(file: File, grid: Grid, steps: int | None) -> Iterator[str]:
     if "stages" in section.model_fields_set and grid.size("pp") > 1:
         if not file.managed_gradient_accumulation:
             yield "managed_gradient_accumulation: got false with pipeline.stages; a schedule knows its micro-batches"
+        if file.flops_profiler.enabled and section.schedule in SPLIT:
+            yield f"flops_profiler.enabled: torch counts no backward in two parts, as {section.schedule} has; take 1f1b"
         if grid.size("cp") > 1:
             yield "pipeline.stages: not there yet together with ranks that share sequences; keep one of the two"
 

@@ -66,8 +66,8 @@ class Feed:
                 failure = error
         elif self._needs_data:
             failure = RuntimeError(
-                f"{caller}() without data, which the first and the last stage need: give it an iterator, or "
-                "training_data= to initialize()"
+                f"{caller}() without data, which the first and the last stage need, and of a model of transformers all "
+                "of them: give it an iterator, or training_data= to initialize()"
             )
         mine = found and [[each.share, len(each.args), [*each.kwargs], each.key, each.digest] for each in found]
         said = agree(failure or mine, self._sharded.world, f"{caller}()")

@@ -45,8 +45,9 @@ class Pipeline:
         self._training, self._accumulation, self._sharded = training, accumulation, sharded
         self._status, self._data = status, data
         self._along = sharded.meshes.along("pp")
-        ends = self.is_first or self.is_last
-        self.feed = Feed(sharded, pipelined.one_input, pipelined.loss_fn is not None, ends, pipelined.divided.prepare)
+        needs_data = self.is_first or self.is_last or pipelined.divided.every_stage_reads
+        has_loss = pipelined.loss_fn is not None
+        self.feed = Feed(sharded, pipelined.one_input, has_loss, needs_data, pipelined.divided.prepare)
         each = config.reduces_each or (sharded.sharding.grads and config.pipeline.gather == "use")
         how = config.pipeline.gather == "step", each
         self._runner = Runner(pipelined.stages(sharded), self._along, sharded, *how)
@@ -204,7 +205,7 @@ class Pipeline:
 
     def _loss(self, output: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
         """The loss of a micro-batch, and how many it is the mean over, None where that is not said."""
-        found, tokens = output, None
+        found, tokens = output, batch.kwargs.get("num_items_in_batch") if self._accumulation.config.counted else None
         if self.pipelined.loss_fn is not None:
             found = self.pipelined.loss_fn(output, batch.target)
         if isinstance(found, tuple) and len(found) == 2 and self._accumulation.config.counted:

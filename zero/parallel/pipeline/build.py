@@ -13,8 +13,9 @@ from zero.core.owner import owner_of, share_along
 from zero.core.sharded_module import ShardedModule
 from zero.parallel.pipeline.partition import divide
 from zero.parallel.pipeline.schedule import make_schedule, of_section
-from zero.parallel.pipeline.split import Divided
+from zero.parallel.pipeline.split import Divided, Elsewhere
 from zero.parallel.pipeline.stage import Stage
+from zero.parallel.pipeline.trunk import Trunk, is_pretrained
 from zero.plan.grid import DENSE
 from zero.plan.pipeline import Schedule
 
@@ -64,7 +65,12 @@ def pipelined(model: nn.Module, settings: Config, place: int, loss_fn: Callable[
     """
     section, schedule = settings.pipeline, of_section(settings)
     stages = len(schedule.places)
-    divided = Divided(model, divide(model, stages, section.partition, section.stage_map), stages)
+    if any(isinstance(each, Elsewhere) for each in model.modules()):
+        raise ValueError(
+            "initialize(): an engine has divided this model before, and a part of it is here; make it anew"
+        )
+    stage_of = divide(model, stages, section.partition, section.stage_map)
+    divided = (Trunk if is_pretrained(model) else Divided)(model, stage_of, stages)
     _tie(divided, schedule)
     before, here = set(model.parameters()), schedule.stages(place)
     divided.prune(here)

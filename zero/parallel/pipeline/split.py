@@ -44,8 +44,10 @@ class Divided:
     """A model whose modules are divided among stages.
 
     stage_of: of each module that lies in one stage, none inside another, by its name, and of each parameter or buffer
-    of the others; mixed: the names of those others.
+    of the others; mixed: the names of those others; every_stage_reads: also those in the middle need the batch.
     """
+
+    every_stage_reads = False
 
     def __init__(self, model: nn.Module, stage_of: Mapping[str, int], stages: int) -> None:
         self.model = model

@@ -1,0 +1,258 @@
+"""The promise: a model of transformers in stages trains as in one process, or is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from closeness import allowed, error, twice
+from marks import longer
+from pipelines import Found, compare, json_of, state_of
+from sharing import needs_transformers
+
+import zero
+from zero.utils import safe_get_full_fp32_param
+
+pytestmark = needs_transformers
+WORDS, ROWS, MICRO_BATCHES, STEPS = 40, 4, 3, 2
+KINDS = {  # class, configuration class, more of the configuration
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 3}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {}),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {"sliding_window": 3}),
+    "granite": ("GraniteForCausalLM", "GraniteConfig", {"embedding_multiplier": 3.0}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4}),
+    "classifier": ("LlamaForSequenceClassification", "LlamaConfig", {"num_labels": 3}),
+    "routed": ("MixtralForCausalLM", "MixtralConfig", {"output_router_logits": True}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_head": 4, "n_layer": 4}),
+    "bert": ("BertForMaskedLM", "BertConfig", {}),
+}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def build(kind: str, tied: bool = False, dtype: torch.dtype = torch.float32, change: str = "") -> Any:
+    import transformers
+
+    name, config, more = KINDS[kind]
+    torch.manual_seed(5)
+    sizes = {} if kind == "gpt2" else SIZES
+    said = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": tied}
+    model = getattr(transformers, name)(getattr(transformers, config)(**sizes, **said, **more)).to(dtype)
+    if change == "checkpointing":
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def sample(kind: str, form: str, number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    length = 8 + (3 * number % 5 if form == "lengths" else 0)
+    ids = torch.randint(3, WORDS, (ROWS, length), generator=generator)
+    if form == "packed":
+        starts = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
+        return {"input_ids": ids, "labels": ids, "position_ids": starts.expand(ROWS, -1)}
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = mask[3, 5:] = 0
+    ids = ids.where(mask.bool(), 0)
+    labels = torch.arange(ROWS) % 3 if kind == "classifier" else ids.where(mask.bool(), -100)
+    found = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    if form == "tokens":
+        found["num_items_in_batch"] = (labels[:, 1:] != -100).sum()
+    return found
+
+
+def stream(kind: str, form: str, place: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+    for number in itertools.count():
+        yield sample(kind, form, 1000 * place + number)
+
+
+def staged(json: dict[str, Any], kind: str, form: str = "padded", change: str = "", folder: str | None = None) -> Found:
+    with zero.Init(config_dict_or_path=json) if change == "init" else contextlib.nullcontext():
+        model = build(kind, form == "tied", change=change)
+    engine = zero.initialize(model=model, config=json)[0]
+    data = stream(kind, form, engine.get_data_parallel_rank())
+    losses, norms = [], []
+    for _ in range(STEPS):
+        losses.append(float(engine.train_batch(data)))
+        norms.append(engine.get_global_grad_norm())
+    seen = None
+    if folder is not None:
+        engine.save_pretrained(folder)
+        seen = float(engine.eval_batch(iter([sample(kind, form, 99)]), num_micro_batches=1))
+    whole = json["optimizer"]["type"] != "SGD"
+    params = dict(engine.module.named_parameters()).items()
+    state = state_of(engine) if whole else {name: safe_get_full_fp32_param(param) for name, param in params}
+    found = Found(losses, norms, state, seen)
+    engine.destroy()
+    return found
+
+
+def accumulated(json: dict[str, Any], kind: str, form: str = "padded", change: str = "") -> Found:
+    json = {key: value for key, value in json.items() if key != "pipeline"}
+    engine = zero.initialize(model=build(kind, change=change), config=json)[0]
+    data, losses, norms = stream(kind, form, dist.get_rank()), [], []
+    for _ in range(STEPS):
+        total = weight = 0.0
+        for _ in range(json["gradient_accumulation_steps"]):
+            batch = next(data)
+            loss = engine(**batch, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            share = float(batch.get("num_items_in_batch", 1))
+            total, weight = total + float(loss.detach()) * share, weight + share
+        losses.append(float(engine.reduce(total / weight)))
+        norms.append(engine.get_global_grad_norm())
+    found = Found(losses, norms, state_of(engine))
+    engine.destroy()
+    return found
+
+
+def json(stage: int, ranks: int, stages: int, **more: Any) -> dict[str, Any]:
+    return json_of(stage, ranks, MICRO_BATCHES, pipeline={"stages": stages}, **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "stage", "stages", "ranks"),
+    [
+        ("llama", "padded", 1, 2, 2),
+        ("qwen3", "packed", 3, 2, 2),
+        ("mistral", "lengths", 1, 2, 2),
+        *longer(
+            *itertools.product(("llama", "qwen3", "mistral"), ("padded", "packed", "lengths"), (1, 3), (2,), (2, 4)),
+            *itertools.product(("gemma3", "granite", "mixtral", "classifier"), ("padded",), (1, 3), (2, 4), (4,)),
+        ),
+    ],
+)
+def test_it_trains_to_the_bits_of_one_process(pool: Any, kind, form, stage, stages, ranks):
+    found = pool.run(ranks, staged, json(stage, ranks // stages, stages), kind, form)
+    plain = json(min(stage, 1), ranks // stages, stages)  # gradients are reduced once a step
+    compare(found, pool.run(ranks // stages, accumulated, plain, kind, form)[0])
+
+
+@pytest.mark.parametrize("schedule", longer("gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev"))
+def test_every_schedule_gives_its_bits(pool: Any, schedule: str):
+    section = {"stages": 2, "schedule": schedule}
+    section |= {"stages_per_rank": 2} if schedule in ("interleaved", "zero_bubble") else {}
+    given = json_of(3, 1, 4, pipeline=section)
+    compare(pool.run(2, staged, given, "llama"), pool.run(1, accumulated, json_of(1, 1, 4), "llama")[0])
+
+
+@pytest.mark.parametrize("stage", [1, *longer(3)])
+def test_recomputed_blocks_on_stages_as_said_do_not_change_its_bits(pool: Any, stage: int):
+    given = json(stage, 1, 2) | {"pipeline": {"stages": 2, "stage_map": {"model.layers.1": 1}}}
+    found = pool.run(2, staged, given, "llama", "padded", "checkpointing")
+    compare(found, pool.run(1, accumulated, json(1, 1, 2), "llama")[0])
+
+
+@pytest.mark.parametrize(("precision", "gather"), longer(("fp32", "step"), ("fp32", "use"), ("bf16", "use")))
+def test_a_model_that_was_never_whole_has_its_bits(pool: Any, precision: str, gather: str):
+    given = json_of(3, 2, MICRO_BATCHES, precision, pipeline={"stages": 2, "gather": gather})
+    found = pool.run(4, staged, given, "qwen3", "padded", "init")
+    wanted = json_of(1 if gather == "step" else 3, 2, MICRO_BATCHES, precision)
+    compare(found, pool.run(2, accumulated, wanted, "qwen3")[0])
+
+
+@pytest.mark.parametrize("stages", longer(2, 4))
+def test_a_mean_over_tokens_counts_those_of_its_micro_batches(pool: Any, stages: int):
+    given = json(1, 1, stages, zero={"mean": "tokens"})
+    compare(pool.run(stages, staged, given, "llama", "tokens"), pool.run(1, accumulated, given, "llama", "tokens")[0])
+
+
+def plain(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The parameters after the same training in plain torch."""
+    model, data = build("llama", True, dtype), stream("llama", "tied")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(MICRO_BATCHES):
+            (model(**next(data)).loss / MICRO_BATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def plainly() -> list[dict[str, torch.Tensor]]:
+    return [plain(torch.float64), *twice(lambda: plain(torch.float32))]
+
+
+@pytest.mark.parametrize(("stage", "stages", "ranks"), [(1, 2, 2), *longer((3, 2, 2), (1, 2, 4), (3, 4, 4))])
+def test_a_tied_embedding_has_the_gradients_of_both_ends(pool: Any, stage, stages, ranks):
+    given = json(stage, ranks // stages, stages, optimizer={"type": "SGD", "params": {"lr": 0.1}}, gradient_clipping=0)
+    states = [each.state for each in pool.run(ranks, staged, given, "llama", "tied")]
+    if ranks == stages:
+        ((exact, *roundings),) = pool.run(1, plainly)
+        found = {name: value for state in states for name, value in state.items()}
+        assert error(found, exact) <= allowed(exact, *roundings)
+    ends = [each["model.embed_tokens.weight"] for each in states if "model.embed_tokens.weight" in each]
+    assert len(ends) == 2 * ranks // stages and all(torch.equal(each, ends[0]) for each in ends)
+
+
+def loaded(folder: str, kind: str, form: str) -> tuple[Any, bool, float]:
+    """What is wrong with a saved model, whether its embedding is tied, and its loss."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    with torch.no_grad():
+        loss = float(model(**sample(kind, form, 99)).loss)
+    wrong = {key: each for key, each in info.items() if each}
+    return wrong, model.lm_head.weight is model.model.embed_tokens.weight, loss
+
+
+@pytest.mark.parametrize(("kind", "form", "stage"), [("llama", "tied", 3), *longer(("qwen3", "padded", 1))])
+def test_transformers_reads_what_it_saves(pool: Any, tmp_path: Path, kind, form, stage):
+    found = pool.run(2, staged, json(stage, 1, 2), kind, form, "", str(tmp_path))
+    wrong, tied, loss = pool.run(1, loaded, str(tmp_path), kind, form)[0]
+    assert not wrong and tied is (form == "tied")
+    assert [each.seen for each in found] == [loss, loss]
+
+
+def skipping(base: Any) -> Any:
+    """A forward whose blocks all see the embedding, too."""
+
+    def forward(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        embedded = hidden = base.embed_tokens(input_ids)
+        for block in base.layers:
+            hidden = block(hidden + embedded)
+        return (base.norm(hidden),)
+
+    return forward
+
+
+def refused(kind: str, section: dict[str, Any]) -> str:
+    model = build("llama" if kind == "skipping" else kind)
+    if kind == "skipping":
+        model.model.forward = skipping(model.model)
+    with pytest.raises(ValueError) as caught:
+        zero.initialize(model=model, config=json(1, 1, 2) | {"pipeline": {"stages": 2, **section}})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "text"),
+    [
+        ("gpt2", {}, "GPT2LMHeadModel cannot be divided among stages: it has no pp_plan"),
+        ("bert", {}, "BertForMaskedLM cannot be divided among stages: it has no pp_plan"),
+        ("routed", {}, "MixtralForCausalLM cannot be divided among stages: output_router_logits is set"),
+        ("skipping", {}, "model.layers.2 needs more than what the block before it gives"),
+        ("llama", {"stage_map": {"model.layers.1.mlp": 1}}, "its blocks are of the stages [0, None, 1, 1]"),
+        (
+            "llama",
+            {"stage_map": {"model.layers.2": 1, "model.norm": 0}},
+            "'model.norm' is said to be of stage 0, and is called in stage 1",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_named(pool: Any, kind, section, text):
+    assert all(text in each for each in pool.run(2, refused, kind, section))
