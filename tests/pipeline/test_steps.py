@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,28 @@ def test_a_checkpoint_of_two_stages_loads_at_any_number_and_in_plain_torch(pool,
     (file,) = Path(tmp_path).glob("*.bin")
     model.load_state_dict(torch.load(file))
     assert all(torch.equal(param, state[name]) for name, param in model.named_parameters())
+
+
+class Slow(nn.Linear):
+    """Takes as long as a dozen others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return super().forward(x)
+
+
+def by_time(json: dict[str, Any]) -> list[str]:
+    torch.manual_seed(1)
+    model = nn.Sequential(Slow(WIDTH, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    data = TensorDataset(torch.randn(32, WIDTH), torch.arange(32) % 5)
+    engine = zero.initialize(model=model, config=json, loss_fn=F.cross_entropy, training_data=data)[0]
+    engine.train_batch()
+    names = [name for name, _ in engine.module.named_parameters()]
+    engine.destroy()
+    return names
+
+
+def test_layers_are_divided_by_the_time_that_they_take(pool):
+    first, second = pool.run(2, by_time, json_of(1, 1, 4, pipeline={"stages": 2, "partition": "time"}))
+    assert first == ["0.weight", "0.bias"]
+    assert len(second) == 12

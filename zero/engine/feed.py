@@ -8,6 +8,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from torch.utils.data import default_collate
 
 from zero.config import Config
 from zero.core.agree import agree, digest_of
@@ -93,26 +94,10 @@ class Feed:
                     "zero.data.RepeatingLoader does, or take fewer micro-batches a step"
                 ) from None
             batch = batch if self.batch_fn is None else self.batch_fn(batch)
-            args, kwargs, target = self._parts(batch)
-            for share, piece in _pieces((args, kwargs, target), split_size):
+            for share, piece in _pieces(parts_of(batch, self._one_input, self._has_loss), split_size):
                 found.append(self._batch(len(found), *piece, share))
                 self._prepare(found[-1])
         return found
-
-    def _parts(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """What the model is called with, and the target."""
-        if isinstance(batch, Mapping):
-            named = dict(batch)
-            target = next((named.pop(name) for name in _TARGETS if name in named), None) if self._has_loss else None
-            return (), named, target
-        target = None
-        pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-        if pair and (self._has_loss or self._one_input):
-            batch, target = batch
-        if isinstance(batch, Mapping):
-            return (), dict(batch), target
-        many = isinstance(batch, (tuple, list)) and not self._one_input
-        return (tuple(batch) if many else (batch,)), {}, target
 
     def _batch(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, share: float) -> Batch:
         device = self._sharded.device
@@ -154,6 +139,29 @@ class Feed:
         counts = {rank: len(each) for rank, each in enumerate(said) if each}
         if len(set(counts.values())) > 1:
             raise RuntimeError(f"{caller}(): ranks were given different numbers of micro-batches: {counts}")
+
+
+def parts_of(batch: Any, one_input: bool, has_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """What the model is called with, positional and by name, and the target."""
+    if isinstance(batch, Mapping):
+        named = dict(batch)
+        target = next((named.pop(name) for name in _TARGETS if name in named), None) if has_loss else None
+        return (), named, target
+    target = None
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and (has_loss or one_input):
+        batch, target = batch
+    if isinstance(batch, Mapping):
+        return (), dict(batch), target
+    many = isinstance(batch, (tuple, list)) and not one_input
+    return (tuple(batch) if many else (batch,)), {}, target
+
+
+def first_batch(config: Config, data: Any, collate_fn: Callable[..., Any] | None) -> Any:
+    """What the layers are timed on, where the configuration asks for that and there are data; else None."""
+    if data is None or config.pipeline.partition != "time":
+        return None
+    count = min(config.train_micro_batch_size_per_gpu, len(data))
+    return (collate_fn or default_collate)([data[number] for number in range(count)])
 
 
 def _pieces(values: Any, size: int | None) -> Iterator[tuple[float, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ from zero.engine.assignment import assigned_run
 from zero.engine.data_ranks import DataRanks, data_ranks
 from zero.engine.description import run_facts
 from zero.engine.engine import Engine
+from zero.engine.feed import first_batch, parts_of
 from zero.engine.forward_only import follower, hand_over, sharer
 from zero.engine.joining import init_distributed, refuse_alone
 from zero.engine.precision import make_loss_scaler
@@ -133,7 +135,7 @@ def initialize(
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
     else:
-        with _divided(model, settings, data.rank, loss_fn) as stages:
+        with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
             zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings, stages)
             scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
             engine = _make_engine(model, zero_optimizer, groups, settings, device, data, training_data, stages)
@@ -313,7 +315,7 @@ def _wrap(
 
 @contextlib.contextmanager
 def _divided(
-    model: nn.Module, settings: Config, rank: int, loss_fn: Callable[..., Any] | None
+    model: nn.Module, settings: Config, rank: int, loss_fn: Callable[..., Any] | None, sample: Any
 ) -> Iterator[Pipelined | None]:
     """Gives the stages of this rank, where the JSON divides the model or a function computes the loss of it.
 
@@ -322,7 +324,11 @@ def _divided(
     if loss_fn is None and "stages" not in settings.pipeline.model_fields_set:
         yield None
         return
-    found = pipelined(model, settings, settings.grid.ranks("pp", rank).index(rank), loss_fn)
+    call = None
+    if sample is not None:
+        args, kwargs, _ = parts_of(sample, isinstance(model, nn.Sequential), loss_fn is not None)
+        call = functools.partial(model, *args, **kwargs)
+    found = pipelined(model, settings, settings.grid.ranks("pp", rank).index(rank), loss_fn, call)
     try:
         yield found
     except BaseException:

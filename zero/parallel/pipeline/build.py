@@ -58,18 +58,24 @@ class Pipelined:
         return found
 
 
-def pipelined(model: nn.Module, settings: Config, place: int, loss_fn: Callable[..., Any] | None) -> Pipelined:
+def pipelined(
+    model: nn.Module,
+    settings: Config,
+    place: int,
+    loss_fn: Callable[..., Any] | None,
+    call: Callable[[], Any] | None,
+) -> Pipelined:
     """Divide a model among the ranks along pp, of which this is number `place`; changes the model.
 
-    ValueError for what cannot be divided.
+    call: as of `divide`. ValueError for what cannot be divided.
     """
     section, schedule = settings.pipeline, of_section(settings)
     stages = len(schedule.places)
     if any(isinstance(each, Elsewhere) for each in model.modules()):
         raise ValueError(
-            "initialize(): an engine has divided this model before, and a part of it is here; make it anew"
+            "initialize(): an engine has divided this model before, and a part of it is left; make it anew"
         )
-    stage_of = divide(model, stages, section.partition, section.stage_map)
+    stage_of = divide(model, stages, section.partition, section.stage_map, call)
     divided = (Trunk if is_pretrained(model) else Divided)(model, stage_of, stages)
     _tie(divided, schedule)
     before, here = set(model.parameters()), schedule.stages(place)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from zero.plan.pipeline import balanced
@@ -13,13 +18,20 @@ from zero.plan.pipeline import balanced
 _LEAST = 1e-9
 
 
-def divide(model: nn.Module, stages: int, partition: str | Sequence[int], said: Mapping[str, int]) -> dict[str, int]:
+def divide(
+    model: nn.Module,
+    stages: int,
+    partition: str | Sequence[int],
+    said: Mapping[str, int],
+    call: Callable[[], Any] | None = None,
+) -> dict[str, int]:
     """The stage of each module that lies in one, by name; of other modules' parameters, each by itself.
 
     said: stages of modules or parameters by name; what is not named is of the stage of what is registered before it. So
     `module.pipeline_stage = n`, where nothing is said. Without both, the layers (children of an nn.Sequential, or
     blocks of the largest nn.ModuleList; what is registered before these is of the first stage, and behind them of the
-    last) are divided as `partition` says: see the section `pipeline`. ValueError for what does not fit.
+    last) are divided as `partition` says: see the section `pipeline`. call: runs the model on a batch, for "time";
+    collective then. ValueError for what does not fit.
     """
     marked = {name: each.pipeline_stage for name, each in model.named_modules() if hasattr(each, "pipeline_stage")}
     if explicit := dict(said) or marked:
@@ -32,7 +44,7 @@ def divide(model: nn.Module, stages: int, partition: str | Sequence[int], said: 
             f"pipeline: {type(model).__name__} has {len(names)} layers, and there are {stages} stages; each wants one. "
             "Take fewer stages, or say by pipeline.stage_map which module is of which"
         )
-    starts = _starts(model, names, stages, partition)
+    starts = _starts(model, names, stages, partition, call)
     of_layer = {name: sum(start <= at for start in starts) - 1 for at, name in enumerate(names)}
     found, seen = {}, False
     for name in _apart(model, set(names)):
@@ -56,7 +68,13 @@ def layers(model: nn.Module) -> list[str]:
     return found
 
 
-def _starts(model: nn.Module, names: Sequence[str], stages: int, partition: str | Sequence[int]) -> list[int]:
+def _starts(
+    model: nn.Module,
+    names: Sequence[str],
+    stages: int,
+    partition: str | Sequence[int],
+    call: Callable[[], Any] | None,
+) -> list[int]:
     """Where each stage begins among the layers."""
     if not isinstance(partition, str):
         if len(partition) != stages or sum(partition) != len(names) or min(partition) < 1:
@@ -68,6 +86,8 @@ def _starts(model: nn.Module, names: Sequence[str], stages: int, partition: str 
     modules = [model.get_submodule(name) for name in names]
     if partition == "uniform":
         weights = [1.0] * len(names)
+    elif partition == "time":
+        weights = _times(modules, model, call)
     elif partition.startswith("type:"):
         kind = re.compile(partition[len("type:") :], re.IGNORECASE)
         weights = [float(bool(kind.search(type(each).__name__))) for each in modules]
@@ -86,6 +106,44 @@ def _starts(model: nn.Module, names: Sequence[str], stages: int, partition: str 
         weights[0] += sum(param.numel() for param in first)
         weights[-1] += sum(param.numel() for param in last - first)
     return balanced([weight + _LEAST * sum(weights) + _LEAST for weight in weights], stages)
+
+
+def _times(modules: Sequence[nn.Module], model: nn.Module, call: Callable[[], Any] | None) -> list[float]:
+    """Seconds of each in a forward on a batch, on rank 0: the second one, in eval mode."""
+    if call is None:
+        raise ValueError(
+            "pipeline.partition: 'time' runs the model on the first batch of training_data=, and initialize() was given "
+            "none; give it, or take 'parameters'"
+        )
+    times, started = [0.0] * len(modules), [0.0] * len(modules)
+
+    def now() -> float:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def begins(at: int, *_: Any) -> None:
+        started[at] = now()
+
+    def ends(at: int, *_: Any) -> None:
+        times[at] = now() - started[at]
+
+    handles = [each.register_forward_pre_hook(partial(begins, at)) for at, each in enumerate(modules)]
+    handles += [each.register_forward_hook(partial(ends, at)) for at, each in enumerate(modules)]
+    trained = model.training
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            model.eval()
+            for _ in range(2):
+                call()
+    finally:
+        model.train(trained)
+        for handle in handles:
+            handle.remove()
+    found = [times]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def _params(model: nn.Module, name: str) -> Iterator[nn.Parameter]:
