@@ -112,7 +112,7 @@ def _times(modules: Sequence[nn.Module], model: nn.Module, call: Callable[[], An
     """Seconds of each in a forward on a batch, on rank 0: the second one, in eval mode."""
     if call is None:
         raise ValueError(
-            "pipeline.partition: 'time' runs the model on the first batch of training_data=, and initialize() was given "
+            "pipeline.partition: 'time' runs the model on the first batch of training_data=, and initialize() has "
             "none; give it, or take 'parameters'"
         )
     times, started = [0.0] * len(modules), [0.0] * len(modules)
