@@ -84,7 +84,7 @@ def said_by(call: Callable[[], object]) -> str:
     """The type and text of the error that a call raises; "nothing" if it raises none."""
     try:
         call()
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

@@ -29,7 +29,7 @@ def load(
     world_size: int,
     told: Told = NOTHING_TOLD,
     *,
-    forms: bool = True,
+    refused: Collection[str] = (),
     filled: bool = True,
     stand_ins: Collection[str] = (),
     checks: Mapping[str, Callable[[str, Mapping[str, Any]], list[str]]] = MappingProxyType({}),
@@ -41,7 +41,7 @@ def load(
     Hugging Face has not filled in yet: "auto" counts as not given. If no batch size is given then, or where the script
     ends its steps by itself, the micro-batch is 1. `stand_ins` are sections that the script replaces by its own
     objects. `checks`: by section, a function that finds problems of its `type` and `params` that need torch to be
-    known. `forms`: ranks may have parts of the model only, which not all that reads a config counts on.
+    known. `refused`: axes of the grid along which ranks have parts of the model, and which the caller cannot count on.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size: got {show(world_size)}, wanted an integer of at least 1")
@@ -53,7 +53,7 @@ def load(
     sharded = [*rules.sharding(file, world_size)] if staged else []
     grid, wrong = grid_of(file, world_size, told)
     divided = [*rules.indivisible("sequence_parallel_size", file.sequence_parallel_size, world_size)]
-    errors += [*(divided or ([] if sharded else wrong)), *rules.forms(file, grid, forms)]
+    errors += [*(divided or ([] if sharded else wrong)), *rules.forms(file, grid, refused)]
     file = file.model_copy(update={"sequence_parallel_size": grid.size("cp")})
     for name, check in checks.items():
         if (section := getattr(file, name)) is not None and name not in stand_ins:
@@ -62,18 +62,17 @@ def load(
     batch = None
     if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):
         train, micro, steps = (getattr(file, name) for name in (TRAIN, MICRO, STEPS))
-        steps = file.pipeline.micro_batches if steps is None else steps
         if train is None and micro is None and not (filled and file.managed_gradient_accumulation):
             micro = 1
         try:
-            batch = resolve(train, micro, steps, grid.size(*DATA))
+            batch = resolve(train, micro, steps or file.pipeline.micro_batches, grid.size(*DATA))
         except ValueError as error:
             note = "; ranks share sequences, which Accelerate is told by ParallelismConfig(sp_size=...) instead"
             errors.append(str(error) + note * (file.sequence_parallel_size > 1))
     if batch is not None and file.zero.reduce == "tree":
         errors += filter(None, [tree_error(batch.steps, grid.size(*DATA, "cp"))])
     errors += [*rules.precision(file), *rules.storage(file), *rules.graphs(file), *rules.means(file)]
-    errors += [*rules.quantized(file), *sharded, *(rules.pipelines(file, grid, batch.steps) if batch else ())]
+    errors += [*rules.quantized(file), *sharded, *rules.pipelines(file, grid, batch and batch.steps)]
     for warning in walk.warnings:
         log.log_once(logging.WARNING, warning)  # before the error: a misspelt section may be its cause
     if errors or batch is None:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from zero.config.errors import dotted, nearest
 from zero.config.monitor_sections import Comet, CommsLogger, Csv, FlopsProfiler, TensorBoard, Wandb
+from zero.config.pipeline import Pipeline
 from zero.config.sections import (
     ActivationCheckpointing,
     Aio,
@@ -16,7 +17,6 @@ from zero.config.sections import (
     DataTypes,
     Fp16,
     Optimizer,
-    Pipeline,
     Scheduler,
     TorchAutocast,
     Zero,

@@ -1,11 +1,11 @@
 """Rules about several keys of a checked file; each error has the numbers and a fix."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from zero.config.file import File
 from zero.config.grid_sizes import KEYS, given_sizes
+from zero.config.pipeline import STYLES
 from zero.plan.grid import Grid
-from zero.plan.pipeline import STYLES
 
 MAX_SCALE_POWER = 64  # of the loss scale: see LARGEST in zero/optim/scaler.py
 _HPZ = "zero_optimization.zero_hpz_partition_size"
@@ -127,20 +127,20 @@ def means(file: File) -> Iterator[str]:
             yield f"{key}: got 'fp16' with zero.mean 'tokens', whose sums leave its range; use 'bf16' or 'fp32'"
 
 
-def forms(file: File, grid: Grid, taken: bool) -> Iterator[str]:
-    """Rules about ranks that have parts of the model only, which may not be `taken` here."""
-    if not taken and (named := [key for key in given_sizes(file) if KEYS[key] != "cp"]):
+def forms(file: File, grid: Grid, refused: Collection[str]) -> Iterator[str]:
+    """Rules about ranks that have parts of the model only, along axes of which some may be `refused` here."""
+    if named := [key for key in given_sizes(file) if KEYS[key] in refused]:
         yield f"{', '.join(named)}: is not planned for yet; leave it out here, only training takes it"
     if file.zero_optimization.zero_hpz_partition_size > 1 and (size := grid.size("pp", "tp")) > 1:
         yield f"{_HPZ}: got more than 1 with pp x tp {size}; keep one of the two"
 
 
-def pipelines(file: File, grid: Grid, steps: int) -> Iterator[str]:
-    """Rules about layers that are divided among ranks; `steps`: micro-batches of a step."""
+def pipelines(file: File, grid: Grid, steps: int | None) -> Iterator[str]:
+    """Rules about layers that are divided among ranks; `steps`: micro-batches of a step, where that is known."""
     section = file.pipeline
     if section.micro_batches is not None and section.split_size is not None:
         yield "pipeline: got micro_batches and split_size, each of which says how many there are; keep one of the two"
-    if section.micro_batches is not None and steps % section.micro_batches:
+    if section.micro_batches is not None and steps and steps % section.micro_batches:
         yield (
             f"pipeline.micro_batches: got {section.micro_batches}, which does not divide gradient_accumulation_steps "
             f"{steps}; leave one of the two out"

@@ -14,10 +14,7 @@ from zero.config.values import (
     Every,
     Int,
     Nbytes,
-    Partition,
-    Places,
     Positive,
-    PositiveOrAuto,
     Scale,
     Seconds,
     Section,
@@ -27,7 +24,6 @@ from zero.config.values import (
     choice,
     integer,
 )
-from zero.plan.pipeline import STYLES
 
 TIMEOUT = 600.0  # the default of zero.timeout
 _NO_THREADS = Idle("DeepSpeed ignores it, too; intra_op_parallelism is the number of workers")
@@ -58,34 +54,6 @@ class Scheduler(Section):
     """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class in torch's lr_scheduler."""
     params: Settings
     """Its arguments."""
-
-
-class Pipeline(Section):
-    """Layers divided among ranks, which pass micro-batches on."""
-
-    stages: PositiveOrAuto = 1
-    """Ranks that the layers are divided among."""
-    schedule: choice(*STYLES) = "1f1b"
-    """In which order a rank runs forwards and backwards of its micro-batches."""
-    stages_per_rank: Positive | None = None
-    """Runs of layers that a rank has under `interleaved` and `zero_bubble`, by default 2; `zbv` and `dualpipev` have 2,
-    `gpipe` and `1f1b` 1."""
-    micro_batches: Positive | None = None
-    """Another word for gradient_accumulation_steps; or, of those, how many run in one schedule."""
-    split_size: Positive | None = None
-    """Cut each batch of the loader into micro-batches of so many samples; the last one may have fewer."""
-    partition: Partition = "parameters"
-    """How layers are divided: by `parameters`, `uniform`, by how many have a class that matches (`type:regex`), by the
-    `time` of each on the first batch; or how many layers each stage has, as in [5, 7]."""
-    stage_map: Places = Field(default_factory=dict)
-    """The stage of modules by name; others are of that of the module before them. Instead of `partition`."""
-    gather: choice("step", "use") = "step"
-    """Where parameters are cut: whole from a stage's first use in a step to its last; or gathered for each use."""
-    seed_layers: Annotated[Bool, NOTHING_TO_SET] = False
-    activation_checkpoint_interval: Annotated[Count, Unavailable("set zero.recompute instead")] = 0
-    pipe_partitioned: Annotated[Bool, NOTHING_TO_SET] = True
-    grad_partitioned: Annotated[Bool, NOTHING_TO_SET] = True
-    use_reentrant: Annotated[Bool, NOTHING_TO_SET] = True
 
 
 class Fp16(Section):

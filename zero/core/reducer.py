@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,14 @@ class Backward:
     reduced: int = 0
     loss_scale: float | None = None
     count: float | None = None
+
+
+class When(enum.Enum):
+    """After which backwards gradients are reduced. BY_HAND: as `finish` says."""
+
+    EACH = "each"
+    AT_BOUNDARY = "that of the last micro-batch of a step"
+    BY_HAND = "by hand"
 
 
 class Reducer:
@@ -78,12 +87,11 @@ class Reducer:
         self.on_begin: Callable[[], object] = bool
         self.on_finish: Callable[[], object] = bool
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
-        self._every_micro_batch = sharding.grads
+        self._when = When.EACH if sharding.grads else When.AT_BOUNDARY
         self._prefetcher = prefetcher
         self.on_last: Callable[[], object] = bool
         self.on_flush: list[Callable[[], None]] = []
         self._backward: Backward | None = None  # that has begun and was not flushed yet
-        self._by_hand = False
         self._warned = False
         self._handles = [
             hook_last(param, self._hook(position, index))
@@ -108,7 +116,7 @@ class Reducer:
         `count`: of its micro-batch in the mean, which one of its losses brings; those of several add up. RuntimeError
         where the first to begin it must have one, and has none.
         """
-        if self._by_hand:
+        if self._when is When.BY_HAND:
             self._backward = self._backward or Backward(loss_scale=self.scale)
             return self._backward
         if self._backward is None:
@@ -197,11 +205,8 @@ class Reducer:
 
         They are reduced at `settle`.
         """
-        each, self._every_micro_batch = self._every_micro_batch, False
-        try:
+        with self._reducing(When.AT_BOUNDARY):
             yield
-        finally:
-            self._every_micro_batch = each
 
     @contextlib.contextmanager
     def by_hand(self) -> Iterator[None]:
@@ -209,11 +214,19 @@ class Reducer:
 
         For schedules whose backwards run in parts, and beside those of other stages.
         """
-        self._by_hand = True
+        try:
+            with self._reducing(When.BY_HAND):
+                yield
+        finally:
+            self._backward = None
+
+    @contextlib.contextmanager
+    def _reducing(self, when: When) -> Iterator[None]:
+        before, self._when = self._when, when
         try:
             yield
         finally:
-            self._by_hand, self._backward = False, None
+            self._when = before
 
     def land(self, micro_batch: int) -> None:
         """By hand: a backward of this micro-batch of the step begins, whose gradients are to be taken."""
@@ -318,7 +331,7 @@ class Reducer:
 
     @property
     def _fires(self) -> bool:
-        return self._every_micro_batch or self.boundary
+        return self._when is When.EACH or (self._when is When.AT_BOUNDARY and self.boundary)
 
     def _hook(self, position: int, index: int) -> Callable[[nn.Parameter], None]:
         # Weak, because the parameter outlives the engine when `destroy` was not called. Nor may it hold the unit, which
@@ -350,12 +363,7 @@ class Reducer:
         if len(landed) == len(unit.params):
             landed.clear()
             self._prefetcher.done(unit)
-        while (
-            not self._by_hand
-            and self._fires
-            and backward.reduced < len(self._order)
-            and self._order[backward.reduced].gradients.complete
-        ):
+        while self._fires and backward.reduced < len(self._order) and self._order[backward.reduced].gradients.complete:
             self._fire(backward)
 
     def _landing_factor(self, backward: Backward) -> float:

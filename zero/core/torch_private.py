@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
@@ -185,59 +184,3 @@ def nccl_options(timeout: timedelta) -> Any | None:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # torch takes the one it is given, and warns where this one differs
     return options
-
-
-def pipeline_orders(
-    made_by: str, compute: Sequence[Sequence[tuple[int, str, int]]], per_rank: int, micro_batches: int
-) -> tuple[list[list[tuple[int, str, int]]], list[int]]:
-    """Of each rank along pp, what a schedule of torch does, as (stage, kind, micro-batch or -1); and each stage's rank.
-
-    `made_by`: a class of schedules; or "", and `compute` has what each rank computes, to which messages are added.
-    ValueError where the class cannot have so many micro-batches.
-    """
-    from torch.distributed.pipelining import schedules  # imports much
-
-    places = len(compute)
-
-    def stage(index: int) -> Any:  # all that a schedule asks of a stage before it runs
-        said = {"stage_index": index, "num_stages": places * per_rank, "group_size": places, "group_rank": 0}
-        return types.SimpleNamespace(**said, is_first=not index, is_last=index == places * per_rank - 1, submod=None)
-
-    stages, kinds = [stage(index) for index in range(per_rank)], schedules._ComputationType
-    if made_by:
-        schedule = getattr(schedules, made_by)(stages, micro_batches, loss_fn=bool)
-    else:
-        schedule = schedules._PipelineScheduleRuntime(stages, micro_batches, loss_fn=bool)
-        orders = {
-            place: [schedules._Action(at, kinds(kind), number) for at, kind, number in order]
-            for place, order in enumerate(compute)
-        }
-        schedule._prepare_schedule_with_comms(orders)
-    found: list[list[tuple[int, str, int]]] = []
-    for _, order in sorted(schedule.pipeline_order_with_comms.items()):
-        single = (each for action in order for each in (action.sub_actions or (action,)))
-        numbers = ((each, each.microbatch_index) for each in single)
-        found.append(
-            [(each.stage_index, each.computation_type.value, -1 if at is None else at) for each, at in numbers]
-        )
-    where = schedule.stage_index_to_group_rank
-    return found, [where[at] for at in range(places * per_rank)]
-
-
-def backward_of_inputs(
-    outputs: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    params: Sequence[nn.Parameter],
-) -> tuple[Sequence[torch.Tensor | None], Any]:
-    """The gradients of the inputs alone, and what `backward_of_weights` wants for the rest of the graph."""
-    from torch.distributed.pipelining._backward import stage_backward_input
-
-    return stage_backward_input(list(outputs), list(grads), list(inputs), iter(params))
-
-
-def backward_of_weights(params: Sequence[nn.Parameter], rest: Any) -> None:
-    """Add to `grad` of the parameters what `backward_of_inputs` has left; hooks on them do not see it."""
-    from torch.distributed.pipelining._backward import stage_backward_weight
-
-    stage_backward_weight(iter(params), rest)

@@ -19,6 +19,7 @@ from zero.core.unit import Unit
 from zero.engine.reality import planned
 from zero.memory.available import cores
 from zero.monitor.step_report import finite
+from zero.parallel.pipeline.build import Pipelined
 from zero.plan.formats import ITEMSIZE
 from zero.plan.layout import Span
 from zero.plan.placement import Placement, Where, is_updated
@@ -59,20 +60,37 @@ class DescribedUnit(NamedTuple):
 
 @dataclass(frozen=True)
 class Description:
-    """All units, in order of registration; printed, a table."""
+    """All units, in order of registration; printed, a table.
+
+    pipeline: the stages of this rank, the schedule, how many micro-batches are alive at once and how large the bubble
+    is, in words; schedule: what the ranks along pp do in one schedule, a line for each. Empty without stages.
+    """
 
     units: tuple[DescribedUnit, ...]
+    pipeline: str = ""
+    schedule: str = ""
 
     def __str__(self) -> str:
         """A line for each unit, and one for each of its parameters with the elements that each rank has."""
-        return "\n".join(line for unit in self.units for line in _lines(unit))
+        lines = [self.pipeline] if self.pipeline else []
+        return "\n".join([*lines, *(line for unit in self.units for line in _lines(unit))])
 
 
-def describe(sharded: ShardedModule) -> Description:
-    """Of all units of the model; nothing is gathered, and no rank asked."""
+def describe(sharded: ShardedModule, stages: Pipelined | None = None) -> Description:
+    """Of all units of the model, and its `stages`; nothing is gathered, and no rank asked."""
     here = [Placement(Where.DEVICE, Where.DEVICE)] * len(sharded.units)
     places = here if sharded.offload is None else sharded.offload.placements
-    return Description(tuple(map(_unit, sharded.units, places)))
+    units = tuple(map(_unit, sharded.units, places))
+    return Description(units) if stages is None else Description(units, _stages(stages), stages.schedule.text())
+
+
+def _stages(stages: Pipelined) -> str:
+    schedule, place = stages.schedule, stages.places[stages.here[0]]
+    own, several = ", ".join(map(str, stages.here)), "s" * (len(stages.here) > 1)
+    return (
+        f"stage{several} {own} of {len(stages.places)}; {schedule.style} of {schedule.micro_batches} micro-batches, at "
+        f"most {schedule.alive(place)} alive here; bubble {100 * schedule.bubble():.1f} %"
+    )
 
 
 def _unit(unit: Unit, place: Placement) -> DescribedUnit:

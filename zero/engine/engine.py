@@ -6,8 +6,8 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from zero.engine.compiling import BlockCompiler
 from zero.engine.description import Description, describe
 from zero.engine.forward_only import acting, retire
 from zero.engine.metrics import Metrics, print_on_first
-from zero.engine.pipeline import Pipeline
+from zero.engine.pipeline import InStages, Pipeline
 from zero.engine.progress import Progress
 from zero.engine.state_offload import StateOffload
 from zero.engine.status import Status
@@ -67,7 +67,7 @@ def _method_of(
     return call
 
 
-class Engine(DeepSpeedGetters, nn.Module):
+class Engine(InStages, DeepSpeedGetters, nn.Module):
     """Wraps a model for training; made by `zero.initialize`.
 
         loss = engine(batch)
@@ -110,8 +110,9 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._compiler = BlockCompiler(sharded, status)
         parts = recomputing, self._accumulation, self._saving, status, sharing
         self._training = TrainingStep(sharded, optimizer, device, *parts)
-        parts = self._training, self._accumulation, sharded, status, data
-        self._pipeline = None if pipelined is None else Pipeline(pipelined, *parts)
+        if pipelined is not None:
+            parts = self._training, self._accumulation, sharded, status, data
+            self._training.model = Pipeline(pipelined, *parts)
         this = weakref.ref(self)
         for unit in sharded.units:
             unit.engine = this
@@ -182,43 +183,6 @@ class Engine(DeepSpeedGetters, nn.Module):
         if caller is not None and "clip_grad_norm_" in caller.co_names:
             log_once(logging.WARNING, UNCLIPPED)
         self._training.step(self.lr_scheduler, lr_kwargs or {}, partial)
-
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """One optimizer step: all its micro-batches forward and backward in a schedule, then `step()`; collective.
-
-        data_iter: gives batches (inputs, targets), or dicts of what the model is called with; the same on all ranks
-        whose stages are of one replica. None: those of `training_data`, over and over, or of `set_dataiterator`.
-        Returns the loss, fp32 [], on all ranks: the mean over micro-batches and data-parallel ranks. Raises
-        RuntimeError, on all ranks, where an iterator ends too early or gives ranks of a replica different batches.
-        """
-        return self._pipelining("train_batch").train_batch(self.step, data_iter)
-
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any] | None = None,
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: Literal["avg"] | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """As many micro-batches as a schedule of a step has, or `num_micro_batches`, forward in eval mode; collective.
-
-        Returns the mean loss on all ranks, without `bcast_loss` on those of the last stage; of a model that computes
-        none, and where `initialize` was given no `loss_fn`, the mean output. `reduce_output="avg"`: over data-parallel
-        ranks, too. return_logits: a pair of it and, on ranks of the last stage, the outputs in order.
-        """
-        how = return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
-        return self._pipelining("eval_batch").eval_batch(data_iter, *how)
-
-    def _pipelining(self, caller: str) -> Pipeline:
-        self._status.check_not_destroyed()
-        if self._pipeline is None:
-            raise RuntimeError(
-                f"{caller}() is for a model in stages: set pipeline.stages in the JSON, or give loss_fn to "
-                "initialize(); else call engine(...), engine.backward(loss) and engine.step()"
-            )
-        return self._pipeline
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch that runs is the last of its optimizer step.
@@ -311,7 +275,8 @@ class Engine(DeepSpeedGetters, nn.Module):
     def describe(self) -> Description:
         """Units and parameters: shapes, dtypes, which rank has which elements, and where; prints as a table."""
         self._status.check_not_destroyed()
-        return describe(self._sharded)
+        model = self._training.model
+        return describe(self._sharded, model.pipelined if isinstance(model, Pipeline) else None)
 
     def destroy(self) -> None:
         """Take every hook off, give the module whole parameters of its own again, and the rest back; collective.

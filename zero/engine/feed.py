@@ -26,13 +26,20 @@ class Feed:
 
     one_input: the model takes one value, which may be a tuple; else a tuple is its arguments. has_loss: a function
     takes the target, not the model. batch_fn: changes what comes from the iterator, or None; iterator: taken from where
-    a call brings none.
+    a call brings none. prepare: raises what a stage will say of a micro-batch, before anything of it is sent.
     """
 
-    def __init__(self, sharded: ShardedModule, one_input: bool, has_loss: bool, needs_data: bool) -> None:
+    def __init__(
+        self,
+        sharded: ShardedModule,
+        one_input: bool,
+        has_loss: bool,
+        needs_data: bool,
+        prepare: Callable[[Batch], None],
+    ) -> None:
         self.batch_fn: Callable[[Any], Any] | None = None
         self.iterator: Iterator[Any] | None = None
-        self._sharded = sharded
+        self._sharded, self._prepare = sharded, prepare
         self._one_input, self._has_loss, self._needs_data = one_input, has_loss, needs_data
 
     def repeat(self, loader: Iterable[Any]) -> None:
@@ -89,6 +96,7 @@ class Feed:
             args, kwargs, target = self._parts(batch)
             for share, piece in _pieces((args, kwargs, target), split_size):
                 found.append(self._batch(len(found), *piece, share))
+                self._prepare(found[-1])
         return found
 
     def _parts(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

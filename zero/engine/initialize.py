@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -109,39 +109,34 @@ def initialize(
     that our kernels run. Its parameter groups stay in charge; it is made anew for each unit, so state of earlier steps
     is not taken over. One that torch does not have needs `zero_allow_untested_optimizer`. lr_scheduler: an object bound
     to that optimizer, or a callable of the optimizer that is returned.
-    training_data: a dataset, from which each rank's loader of micro-batches is made.
+    training_data: a dataset, of which each rank's loader is made. loss_fn: of (output, target), for `train_batch`.
     mesh_param, device_mesh: the data-parallel ranks: torch's DeviceMesh of one dimension, or of two, replicas and
     then shards (HSDP); or the sizes, (replicas, shards) or `{"dp_replicate": 2, "dp_shard": 4}`, over all ranks.
     mpu: Megatron's object, whose data-parallel group is taken; instead of a mesh.
     dist_init_required: False where the caller has made the process group, or has none because it trains alone.
-    loss_fn: from the model's output and a target to the loss, for `engine.train_batch`; None where the model computes
-    its own.
     Raises ValueError (`ConfigError` for the JSON) for whatever does not fit.
     """
     check_places(args, model, optimizer, model_parameters, (config, config_params) != (None, None))
     source = resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
     keep_cuts(model)
-    layers_are_cut = any(cut_of(param) is not None for param in model.parameters())
-    data = data_ranks(mesh_param, device_mesh, mpu, layers_are_cut)
+    data = data_ranks(mesh_param, device_mesh, mpu, any(cut_of(param) is not None for param in model.parameters()))
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
     settings = _load(source, data, stand_ins, assigned, model)
     device = local_device()
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
-    loader = None
+    loader, place = None, data.place(settings.grid)
     if training_data is not None:
-        loader = make_loader(settings, device, data.place(settings.grid), training_data, collate_fn=collate_fn)
+        loader = make_loader(settings, device, place, training_data, collate_fn=collate_fn)
     if assigned is not None and assigned.plain:
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
     else:
-        stages = _divide(model, settings, data.rank, loss_fn)
-        zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings, stages)
-        scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
-        engine = _make_engine(model, zero_optimizer, groups, settings, device, data, training_data, stages)
-        if stages is not None and loader is not None:
-            engine._pipeline.feed.repeat(loader)
+        with _divided(model, settings, data.rank, loss_fn) as stages:
+            zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings, stages)
+            scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
+            engine = _make_engine(model, zero_optimizer, groups, settings, device, data, training_data, stages)
     engine.lr_scheduler, engine.training_dataloader = scheduler, engine._follow(loader)
     if assigned is not None:
         assigned.watch(engine)
@@ -316,19 +311,24 @@ def _wrap(
     return wrap(model, params, sharding, world, meshes, device, numerics, limits, settings, fused)
 
 
-def _divide(model: nn.Module, settings: Config, rank: int, loss_fn: Callable[..., Any] | None) -> Pipelined | None:
-    """The stages of this rank, where the JSON divides the model or a function computes the loss of it."""
-    section, grid = settings.pipeline, settings.grid
-    if loss_fn is None and "stages" not in section.model_fields_set:
-        return None
-    how = {"partition": section.partition, "said": section.stage_map}
-    place, steps = grid.ranks("pp", rank).index(rank), section.micro_batches or settings.gradient_accumulation_steps
-    steps *= -(
-        -settings.train_micro_batch_size_per_gpu // (section.split_size or settings.train_micro_batch_size_per_gpu)
-    )
-    found = pipelined(model, section.schedule, section.stages_per_rank, grid.size("pp"), place, steps, how)
-    found.loss_fn = loss_fn
-    return found
+@contextlib.contextmanager
+def _divided(
+    model: nn.Module, settings: Config, rank: int, loss_fn: Callable[..., Any] | None
+) -> Iterator[Pipelined | None]:
+    """Gives the stages of this rank, where the JSON divides the model or a function computes the loss of it.
+
+    An exception inside leaves the model whole.
+    """
+    if loss_fn is None and "stages" not in settings.pipeline.model_fields_set:
+        yield None
+        return
+    found = pipelined(model, settings, settings.grid.ranks("pp", rank).index(rank), loss_fn)
+    try:
+        yield found
+    except BaseException:
+        found.divided.restore()
+        raise
+    found.divided.settle()
 
 
 def _make_optimizer(

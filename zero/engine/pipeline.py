@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,7 @@ from zero.engine.step import TrainingStep
 from zero.parallel.pipeline.build import Pipelined
 from zero.parallel.pipeline.runner import Calls, Runner
 from zero.parallel.pipeline.stage import Batch, Stage
-from zero.plan.pipeline import Schedule, forward_orders
+from zero.plan.pipeline import forward_orders
 from zero.watchdog.hang_report import Phase
 
 
@@ -46,12 +46,20 @@ class Pipeline:
         self._status, self._data = status, data
         self._along = sharded.meshes.along("pp")
         ends = self.is_first or self.is_last
-        self.feed = Feed(sharded, pipelined.one_input, pipelined.loss_fn is not None, ends)
+        self.feed = Feed(sharded, pipelined.one_input, pipelined.loss_fn is not None, ends, pipelined.divided.prepare)
         each = config.reduces_each or (sharded.sharding.grads and config.pipeline.gather == "use")
         how = config.pipeline.gather == "step", each
         self._runner = Runner(pipelined.stages(sharded), self._along, sharded, *how)
-        if len(pipelined.places) > 1:
-            training.model = _refuse
+        self._whole = training.model
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the model, where all of it is here."""
+        if len(self.pipelined.places) == 1:
+            return self._whole(*inputs, **kwargs)
+        raise RuntimeError(
+            "engine(x) of a model whose stages lie on several ranks; call engine.train_batch(data_iter), which steps, "
+            "too, or engine.eval_batch(data_iter)"
+        )
 
     @property
     def is_first(self) -> bool:
@@ -68,12 +76,6 @@ class Pipeline:
         """Batches of one schedule, of which a step has one or several."""
         config = self._accumulation.config
         return config.pipeline.micro_batches or config.gradient_accumulation_steps
-
-    def schedule(self) -> Schedule:
-        """What the ranks along pp do in one schedule, of batches of the size in the configuration."""
-        config = self._accumulation.config
-        size = config.train_micro_batch_size_per_gpu
-        return self.pipelined.schedule(self.micro_batches * -(-size // (config.pipeline.split_size or size)))
 
     def train_batch(self, step: Callable[[], None], data_iter: Iterator[Any] | None) -> torch.Tensor:
         """See `Engine.train_batch`. step: the engine's."""
@@ -105,7 +107,7 @@ class Pipeline:
             reducer.leaf = Leaf(first + batch.number)
             if not stage.index:
                 training.record.batch((batch.args, batch.kwargs))
-            return training.run(lambda given: stage.run(given, batch), (values,), {})
+            return self._forward(stage, values, batch)
 
         def loss(output: Any, number: int) -> torch.Tensor:
             value, tokens = self._loss(output, batches[number])
@@ -116,7 +118,7 @@ class Pipeline:
             return training.scaled(value, 1.0 if config.counted else share, weight)
 
         self._runner.train(
-            self.pipelined.schedule(len(batches)), batches, Calls(forward, loss, self._backward), first, last
+            self.pipelined.schedule_of(len(batches)), batches, Calls(forward, loss, self._backward), first, last
         )
         comm.broadcast(losses, self.pipelined.places[-1], self._along, "losses")
         counts = losses[:, 2].tolist() if config.counted else [1.0] * len(batches)
@@ -124,6 +126,12 @@ class Pipeline:
             training.record.backward(value, share, 0.0, count)
         reducer.end_schedule(counts)
         return losses
+
+    def _forward(self, stage: Stage, values: Any, batch: Batch) -> Any:
+        def run(values: Any, args: Any, kwargs: Any) -> Any:
+            return stage.run(values, batch._replace(args=args, kwargs=kwargs))
+
+        return self._training.run(run, (values, batch.args, batch.kwargs), {})
 
     @contextlib.contextmanager
     def _backward(self) -> Iterator[None]:
@@ -145,17 +153,15 @@ class Pipeline:
         batches = self.feed.take("eval_batch", data_iter, num_micro_batches or self.micro_batches, config)
         outputs: dict[int, Any] = {}
 
-        def forward(stage: Stage, values: Any, batch: Batch) -> Any:
-            return self._training.run(lambda given: stage.run(given, batch), (values,), {})
+        def keep(output: Any, number: int) -> Any:
+            outputs[number] = output
+            return output
 
-        calls, trained = (
-            Calls(forward, lambda output, number: outputs.setdefault(number, output), self._backward),
-            module.training,
-        )
+        calls, trained = Calls(self._forward, keep, self._backward), module.training
         module.eval()
         try:
             with torch.no_grad():
-                self._runner.evaluate(forward_orders(self.pipelined.schedule(len(batches))), batches, calls)
+                self._runner.evaluate(forward_orders(self.pipelined.schedule_of(len(batches))), batches, calls)
         finally:
             module.train(trained)
         given = [outputs[number] for number in range(len(batches))] if self.is_last else []
@@ -212,11 +218,48 @@ class Pipeline:
         return loss, tokens
 
 
-def _refuse(*inputs: Any, **kwargs: Any) -> Any:
-    raise RuntimeError(
-        "engine(x) of a model whose stages lie on several ranks; call engine.train_batch(data_iter), which steps, too, "
-        "or engine.eval_batch(data_iter)"
-    )
+class InStages:
+    """Methods of an engine whose model is in stages."""
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """One optimizer step: all its micro-batches forward and backward in a schedule, then `step()`; collective.
+
+        data_iter: gives batches (inputs, targets), or dicts of what the model is called with; the same on all ranks
+        whose stages are of one replica. None: those of `training_data`, over and over, or of `set_dataiterator`.
+        Returns the loss, fp32 [], on all ranks: the mean over micro-batches and data-parallel ranks. Raises
+        RuntimeError, on all ranks, where an iterator ends too early or gives ranks of a replica different batches.
+        """
+        return self._pipelining("train_batch").train_batch(self.step, data_iter)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: Literal["avg"] | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """As many micro-batches as a schedule of a step has, or `num_micro_batches`, forward in eval mode; collective.
+
+        Returns the mean loss on all ranks, without `bcast_loss` on those of the last stage; of a model that computes
+        none, and where `initialize` was given no `loss_fn`, the mean output. `reduce_output="avg"`: over data-parallel
+        ranks, too. return_logits: a pair of it and, on ranks of the last stage, the outputs in order.
+        """
+        how = return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
+        return self._pipelining("eval_batch").eval_batch(data_iter, *how)
+
+    def _pipelining(self, caller: str) -> Pipeline:
+        self._status.check_not_destroyed()
+        pipeline = self._training.model
+        if not isinstance(pipeline, Pipeline):
+            raise RuntimeError(
+                f"{caller}() is for a model in stages: set pipeline.stages in the JSON, or give loss_fn to "
+                "initialize(); else call engine(...), engine.backward(loss) and engine.step()"
+            )
+        if pipeline.feed.iterator is None and self.training_dataloader is not None:
+            pipeline.feed.repeat(self.training_dataloader)
+        return pipeline
 
 
 def _together(outputs: Sequence[Any]) -> Any:

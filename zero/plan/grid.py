@@ -12,6 +12,7 @@ from typing import NamedTuple
 # From outermost to innermost: neighbours along the last one are consecutive ranks.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA = ("dp_replicate", "dp_shard")
+PARTS_OF_MODEL = ("pp", "tp", "ep")  # along these ranks have other parameters
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")  # of the same ranks: efsdp x ep = dp_shard x cp x tp
 WORDS = {f"{axis}_size": axis for axis in (*AXES, "ep")} | {"sp": "cp", "sp_size": "cp"}  # as Accelerate says
 
@@ -199,6 +200,12 @@ class _Some(NamedTuple):
 
     axes: tuple[str, ...]
     places: tuple[int, ...]
+
+
+def parts_of(axes: UnitAxes, world: int) -> int:
+    """A number that all groups along these axes of a grid of `world` ranks divide."""
+    some = _some((*axes.shard, *axes.replica, *axes.sums))
+    return world if some is None else world * len(some.places)
 
 
 def _some(names: Sequence[str]) -> _Some | None:

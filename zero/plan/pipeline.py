@@ -30,23 +30,6 @@ class Kind(enum.Enum):
 TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 
 
-class Style(NamedTuple):
-    """A kind of schedule: the class of torch that makes it, and how many stages a rank has; 0: two by default."""
-
-    made_by: str
-    per_rank: int
-
-
-STYLES = {
-    "gpipe": Style("", 1),
-    "1f1b": Style("", 1),
-    "interleaved": Style("ScheduleInterleaved1F1B", 0),
-    "zero_bubble": Style("ScheduleInterleavedZeroBubble", 0),
-    "zbv": Style("ScheduleZBVZeroBubble", 2),
-    "dualpipev": Style("ScheduleDualPipeV", 2),
-}
-
-
 class Action(NamedTuple):
     """One entry of a schedule; `micro_batch` is -1 where it is of the whole stage."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zero.plan.cut import Cut
-from zero.plan.grid import DENSE, UnitAxes
+from zero.plan.grid import DENSE, UnitAxes, parts_of
 from zero.plan.layout import ALIGNMENT, Layout, make_layout
 from zero.plan.patterns import outermost
 
@@ -105,7 +105,9 @@ class UnitPlan:
 
     def on(self, world_size: int, alignment: int) -> UnitPlan:
         """The same unit for `world_size` ranks."""
-        layout = make_layout({spec.name: spec.numel for spec in self.params}, world_size, alignment)
+        layout = make_layout(
+            {spec.name: spec.numel for spec in self.params}, parts_of(self.axes, world_size), alignment
+        )
         return replace(self, layout=layout)
 
 
@@ -136,7 +138,9 @@ def plan_units(
                 spec = by_name[name]
                 buckets.setdefault((spec.dtype, spec.requires_grad, spec.group, spec.axes), []).append(spec)
         for bucket in buckets.values():
-            layout = make_layout({spec.name: spec.numel for spec in bucket}, world_size, alignment)
+            layout = make_layout(
+                {spec.name: spec.numel for spec in bucket}, parts_of(bucket[0].axes, world_size), alignment
+            )
             units.append(UnitPlan(_name(anchor, bucket, len(buckets) > 1), anchor.path, tuple(bucket), layout))
     # The order in which parameters were registered, so that a reader, a checkpoint and every rank agree.
     position = {spec.name: index for index, spec in enumerate(specs)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from zero.config import Config
@@ -72,6 +73,9 @@ def scheme_of(
     """
     section, zero = settings.zero_optimization, settings.zero
     sharding = Sharding.of_stage(choice.stage, settings.reduces_each, settings.managed_gradient_accumulation)
+    once = settings.grid.size("pp") > 1 and settings.pipeline.gather == "step"
+    if once and not settings.reduces_each:  # gradients add up over a schedule
+        sharding = replace(sharding, grads=False)
     parts = (choice.shard_size or settings.summed) if sharding.optim else 1
     cut = sharding.params and (parts > 1 or choice.params != DEVICE)
     accumulate, travel = settings.data_types.grad_accum_dtype or "fp32", settings.communication_data_type
@@ -91,6 +95,9 @@ def scheme_of(
         [ITEMSIZE[unit.dtype] * unit.layout.numel for unit in units],
         limits,
     )
+    if once:
+        whole = sum(ITEMSIZE[unit.dtype] * unit.layout.numel for unit in units)
+        found = [use._replace(whole=whole) for use in found]
     return Scheme(
         sharding=sharding,
         parts=parts,

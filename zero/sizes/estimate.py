@@ -133,7 +133,7 @@ def estimate(
     layers: int | None = None,
     width: int | None = None,
 ) -> Estimate:
-    """Bytes on rank 0 of `ranks` data-parallel ranks, by kind, stage and placement.
+    """Bytes on rank 0 of `ranks` ranks, by kind, stage and placement; in a pipeline, on the rank that has the most.
 
     Others have the same, but for what moments in fewer bits take, of which a shard of norms and biases has none.
 
@@ -145,12 +145,13 @@ def estimate(
     """
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device: got {device!r}, wanted 'cuda' or 'cpu'")
-    settings = load(DEFAULT if config is None else config, ranks, filled=False, forms=False)
+    settings = load(DEFAULT if config is None else config, ranks, filled=False, refused=("tp", "ep"))
     if isinstance(model, int | float):
         model = shape_of(model, layers, width)
         what = str(model)
     formats, notes = state_formats(model, settings)
     units = units_of(model, settings, formats.alignment)
+    parts = [units] if settings.grid.size("pp") == 1 else _of_places(model, units, settings)
     if not isinstance(model, Shape):
         what = f"{sum(spec.numel for unit in units for spec in unit.params):,} parameters of {type(model).__name__}"
     section = settings.zero_optimization
@@ -162,8 +163,11 @@ def estimate(
     choices = (choice._replace(shard_size=own.shard_size if choice.stage else 0) for choice in CHOICES)
     rows = {}
     for choice in dict.fromkeys([*choices, own]):
-        scheme = scheme_of(units, settings, choice, formats, settings.gradient_accumulation_steps, device != "cpu")
-        rows[choice] = state_row(units, settings, scheme, choice)
+        each = []
+        for here in parts:
+            scheme = scheme_of(here, settings, choice, formats, settings.gradient_accumulation_steps, device != "cpu")
+            each.append(state_row(here, settings, scheme, choice))
+        rows[choice] = max(each, key=lambda row: row.device.total)
     dtypes = " and ".join(dict.fromkeys(unit.dtype for unit in units)) or settings.compute_dtype
     what += f", in {dtypes} with {settings.optimizer.type if settings.optimizer else 'Adam'}"
     return Estimate(what, ranks, tuple(rows.values()), rows[own], tuple(notes))
@@ -219,6 +223,24 @@ def units_of(model: nn.Module | Shape, settings: Config, alignment: int = ALIGNM
     mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
     groups = [group["params"] for group in _groups(model, settings)]
     return plan_module(model, groups, settings.summed, settings, alignment)
+
+
+def _of_places(model: nn.Module | Shape, units: Sequence[UnitPlan], settings: Config) -> list[list[UnitPlan]]:
+    """The units of each rank along pp; one that several stages read is on each of them."""
+    if isinstance(model, Shape):
+        raise ValueError("pipeline.stages: of a number of parameters no layers are known; give a model")
+    from zero.parallel.pipeline.partition import divide
+    from zero.parallel.pipeline.schedule import of_section
+
+    section, schedule = settings.pipeline, of_section(settings)
+    stage_of = divide(model, len(schedule.places), section.partition, section.stage_map)
+    found: list[list[UnitPlan]] = [[] for _ in schedule.orders]
+    for unit in units:
+        names = [spec.name for spec in unit.params]
+        stages = {stage for at, stage in stage_of.items() for name in names if f"{name}.".startswith(f"{at}.")}
+        for place in sorted({schedule.places[stage] for stage in stages}):
+            found[place].append(unit)
+    return found
 
 
 def state_row(units: Sequence[UnitPlan], settings: Config, scheme: Scheme, choice: StageChoice) -> PlanRow:

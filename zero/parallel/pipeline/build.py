@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from zero.config import Config
 from zero.core.owner import owner_of, share_along
 from zero.core.sharded_module import ShardedModule
 from zero.parallel.pipeline.partition import divide
-from zero.parallel.pipeline.schedule import make_schedule, stages_per_rank
+from zero.parallel.pipeline.schedule import make_schedule, of_section
 from zero.parallel.pipeline.split import Divided
 from zero.parallel.pipeline.stage import Stage
 from zero.plan.grid import DENSE
@@ -22,23 +23,27 @@ from zero.plan.pipeline import Schedule
 class Pipelined:
     """A model whose stages are divided among ranks; this rank has those that are `here`.
 
-    places: of each stage, the rank along pp that has it; one_input: the model is called with one value, which may be a
+    schedule: of as many micro-batches as the JSON says; one_input: the model is called with one value, which may be a
     tuple; loss_fn: from the model's output and a target to the loss, None where the model computes its own;
     elsewhere: parameters that were the model's, and are of other ranks.
     """
 
     divided: Divided
-    style: str
-    per_rank: int
-    places: tuple[int, ...]
+    schedule: Schedule
     here: tuple[int, ...]
     one_input: bool
-    loss_fn: Callable[..., Any] | None = None
-    elsewhere: set[nn.Parameter] = field(default_factory=set)
+    loss_fn: Callable[..., Any] | None
+    elsewhere: set[nn.Parameter]
 
-    def schedule(self, micro_batches: int) -> Schedule:
-        """That of so many micro-batches."""
-        return make_schedule(self.style, len(set(self.places)), micro_batches, self.per_rank)
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of each stage, the rank along pp that has it."""
+        return self.schedule.places
+
+    def schedule_of(self, micro_batches: int) -> Schedule:
+        """The same for so many micro-batches."""
+        known = self.schedule
+        return make_schedule(known.style, len(known.orders), micro_batches, len(known.places) // len(known.orders))
 
     def stages(self, sharded: ShardedModule) -> list[Stage]:
         """The stages here, of which units have the parameters by now."""
@@ -52,29 +57,19 @@ class Pipelined:
         return found
 
 
-def pipelined(
-    model: nn.Module,
-    style: str,
-    per_rank: int | None,
-    places: int,
-    place: int,
-    micro_batches: int,
-    how: Mapping[str, Any],
-) -> Pipelined:
-    """Divide a model among `places` ranks along pp, of which this is number `place`; changes the model.
+def pipelined(model: nn.Module, settings: Config, place: int, loss_fn: Callable[..., Any] | None) -> Pipelined:
+    """Divide a model among the ranks along pp, of which this is number `place`; changes the model.
 
-    how: `partition` and `said`, as of `divide`. ValueError for what cannot be divided.
+    ValueError for what cannot be divided.
     """
-    per_rank = stages_per_rank(style, per_rank)
-    schedule = make_schedule(style, places, micro_batches, per_rank)
-    stage_of = divide(model, places * per_rank, **how)
-    divided = Divided(model, stage_of, places * per_rank)
+    section, schedule = settings.pipeline, of_section(settings)
+    stages = len(schedule.places)
+    divided = Divided(model, divide(model, stages, section.partition, section.stage_map), stages)
     _tie(divided, schedule)
-    before = set(model.parameters())
-    here = schedule.stages(place)
+    before, here = set(model.parameters()), schedule.stages(place)
     divided.prune(here)
     one_input, elsewhere = isinstance(model, nn.Sequential), before - set(model.parameters())
-    return Pipelined(divided, style, per_rank, schedule.places, here, one_input, elsewhere=elsewhere)
+    return Pipelined(divided, schedule, here, one_input, loss_fn, elsewhere)
 
 
 def _tie(divided: Divided, schedule: Schedule) -> None:

@@ -138,8 +138,8 @@ class Messages:
     def form_from(self, place: int, stage: int, key: Hashable, what: str) -> Any:
         """The form of what comes into `stage` from `place`; heard from there if it is not known."""
         if (stage, key) not in self.forms:
-            (count,) = comm.hear(1, place, self._axis, f"form of the {what}")
-            text = bytes(comm.hear(count, place, self._axis, f"form of the {what}"))
+            (count,) = comm.hear(1, place, self._axis, f"form of activations {what}")
+            text = bytes(comm.hear(count, place, self._axis, f"form of activations {what}"))
             self.forms[stage, key] = json.loads(text)
         return self.forms[stage, key]
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 
-from zero.core.torch_private import pipeline_orders
-from zero.plan.pipeline import STYLES, Action, Kind, Schedule, single_order
+from zero.config import Config
+from zero.config.pipeline import STYLES
+from zero.parallel.pipeline.torch_private import pipeline_orders
+from zero.plan.pipeline import Action, Kind, Schedule, single_order
 
 
-def stages_per_rank(style: str, given: int | None) -> int:
-    """How many stages each rank has, where the schedule leaves it open as many as `given`."""
-    return STYLES[style].per_rank or given or 2
+def of_section(settings: Config, batches: int = 0) -> Schedule:
+    """What the JSON says; of so many batches, by default those of one schedule."""
+    section = settings.pipeline
+    size = settings.train_micro_batch_size_per_gpu
+    batches = batches or section.micro_batches or settings.gradient_accumulation_steps
+    count = batches * -(-size // (section.split_size or size))
+    per_rank = STYLES[section.schedule].per_rank or section.stages_per_rank or 2
+    return make_schedule(section.schedule, settings.grid.size("pp"), count, per_rank)
 
 
 @functools.lru_cache

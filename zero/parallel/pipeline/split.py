@@ -53,6 +53,7 @@ class Divided:
         self.stage_of = stage_of
         self.mixed = {""} | {name[:at] for name in stage_of for at, letter in enumerate(name) if letter == "."}
         self._graphs: dict[tuple[Any, ...], list[Piece]] = {}
+        self._pruned: list[tuple[dict[str, Any], str, Any]] = []  # what was taken out: from where, name, what
         self._absent: dict[str, nn.Parameter] = {}  # of modules that several stages have a part of, without memory
 
     def prune(self, stages: Sequence[int]) -> None:
@@ -66,14 +67,28 @@ class Divided:
             if stage in stages:
                 continue
             if child in owner._modules:
-                if any(True for _ in (*owner._modules[child].parameters(), *owner._modules[child].buffers())):
-                    owner._modules[child] = Elsewhere(name, stage)
+                if next(_held(owner._modules[child]), None) is not None:
+                    self._put(owner._modules, child, Elsewhere(name, stage))
             elif child in owner._parameters:
                 self._absent[name] = nn.Parameter(owner._parameters[child].detach().to("meta"))
-                owner._parameters[child] = None
+                self._put(owner._parameters, child, None)
         here = dict.fromkeys(self.model.parameters())
         for param in here:
             _register(self.model, first[param], param)
+
+    def restore(self) -> None:
+        """Put back what was taken out."""
+        for table, name, was in reversed(self._pruned):
+            table[name] = was
+        self._pruned = []
+
+    def settle(self) -> None:
+        """Let go of what was taken out: nobody wants it back."""
+        self._pruned = []
+
+    def _put(self, table: dict[str, Any], name: str, value: Any) -> None:
+        self._pruned.append((table, name, table[name]))
+        table[name] = value
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """Those that the modules of a stage read."""
@@ -95,16 +110,23 @@ class Divided:
         elif owner._parameters.get(child) is not None:
             yield owner._parameters[child]
 
+    def prepare(self, batch: Batch) -> None:
+        """Divide the forward for the arguments that this micro-batch has; raises what `split` does."""
+        self._pieces(self._names(batch))
+
     def run(self, stage: int, values: Any, batch: Batch) -> Any:
         """Stage `stage` of the forward, from what comes into it; returns what goes to the next one, or the output."""
         names = self._names(batch)
-        key = (tuple(names), self.model.training)
-        if key not in self._graphs:
-            self._graphs[key] = split(self._traced(names), self.stage_of, self._stages, self.model)
-        piece = self._graphs[key][stage]
+        piece = self._pieces(names)[stage]
         given = dict(zip(piece.takes, values or (), strict=True))
         inputs = [named[1] for named in names.items()]  # of the placeholders, in order
         return piece.run(self.model, dict(zip(names, inputs, strict=True)), given)
+
+    def _pieces(self, names: Mapping[str, Any]) -> list[Piece]:
+        key = (tuple(names), self.model.training)
+        if key not in self._graphs:
+            self._graphs[key] = split(self._traced(names), self.stage_of, self._stages, self.model)
+        return self._graphs[key]
 
     def _names(self, batch: Batch) -> dict[str, Any]:
         """What the forward is called with, by name."""

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.core.tensors import tensors_in
-from zero.core.torch_private import backward_of_inputs, backward_of_weights
 from zero.core.unit import Unit
+from zero.parallel.pipeline.torch_private import backward_of_inputs, backward_of_weights
 
 
 class Batch(NamedTuple):

@@ -19,6 +19,7 @@ from zero.core.torch_private import parameter_of_class
 from zero.engine.checkpoint import random_state
 from zero.log import logger
 from zero.optim.fused import FusedShardOptimizer
+from zero.plan.grid import PARTS_OF_MODEL
 from zero.tools.check.compare import Failed, Report, compare_runs
 from zero.tools.check.plain_engine import PlainEngine
 from zero.tools.check.recording import RunRecord, StepRecorder, record_of, weights
@@ -88,7 +89,7 @@ class Copies:
             else:
                 client = rule._kind(groups, **rule._params)
         if run.kind is not RunKind.ENGINE:
-            settings = load(raw, origin.world_size, filled=False, forms=False)
+            settings = load(raw, origin.world_size, filled=False, refused=PARTS_OF_MODEL)
             return PlainEngine(model, client, groups, settings, run.kind)
         trained = {"optimizer": client} if client is not None else {"model_parameters": groups}
         return self._initialize(model=model, config=raw, dist_init_required=False, **trained)[0]

@@ -21,7 +21,7 @@ from zero.launch.launch_messages import check_writable
 from zero.log import counted
 from zero.memory.available import available_nbytes
 from zero.plan.formats import ITEMSIZE
-from zero.plan.grid import AXES, DATA, Grid, by_axis
+from zero.plan.grid import AXES, DATA, PARTS_OF_MODEL, Grid, by_axis
 from zero.sizes.cost import ModelCost, shape_cost
 from zero.sizes.estimate import DEFAULT, GB, PlanRow, estimate
 from zero.sizes.lines import of_each, wrapped
@@ -230,7 +230,7 @@ def _written(path: str, setup: Setup, row: PlanRow) -> Iterator[str]:
     if row.lacks:
         raise ValueError(f"--json: nothing fits, so there is no configuration to write ({'; '.join(row.lacks)})")
     values = apply(setup.settings.raw, row.sets)
-    load(values, setup.ranks, filled=False, forms=False)
+    load(values, setup.ranks, filled=False, refused=PARTS_OF_MODEL)
     text = json.dumps(values, indent=2)
     if path != "-":
         Path(path).write_text(f"{text}\n", encoding="utf-8")
@@ -241,11 +241,11 @@ def _settings(given: argparse.Namespace) -> Config:
     """The configuration, on the first number of ranks. Of batch sizes that cannot hold on several, one is left."""
     source, worlds = DEFAULT if given.config is None else given.config, given.world or WORLDS
     if len(worlds) == 1:
-        return load(source, worlds[0], filled=False, forms=False)
+        return load(source, worlds[0], filled=False, refused=PARTS_OF_MODEL)
     values = read(source).values
     if TRAIN in values:
         values = {key: value for key, value in values.items() if key not in (MICRO, STEPS)}
-    return load(values, worlds[0], filled=False, forms=False)
+    return load(values, worlds[0], filled=False, refused=PARTS_OF_MODEL)
 
 
 def _has_gpu() -> bool:

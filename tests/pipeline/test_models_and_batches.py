@@ -1,0 +1,220 @@
+"""The promise: whatever the model and its micro-batches are, its stages train as all of it does in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from marks import longer
+from pipelines import CLASSES, WIDTH, Found, accumulated, chain, compare, json_of, pipelined, samples, state_of
+from torch import nn
+
+import zero
+
+each_schedule = pytest.mark.parametrize("schedule", ["1f1b", *longer("gpipe", "interleaved", "zero_bubble", "zbv")])
+VOCABULARY = 11
+
+
+def trains_alike(pool: Any, make: Any, section: dict[str, Any], ranks: int = 2, **more: Any) -> list[Found]:
+    """Those of the ranks that have a stage each, which are compared with one process."""
+    data, stage = ranks // section.get("stages", 2), more.pop("stage", 2)
+    how = {key: more.pop(key) for key in ("data", "loss_fn", "steps") if key in more}
+    json = json_of(stage, data, 4, **more)
+    found = pool.run(ranks, pipelined, json | {"pipeline": {"stages": 2, **section}}, make, **how)
+    wanted = pool.run(data, accumulated, json | {"zero_optimization": {"stage": min(stage, 1)}}, make, **how)
+    compare(found, wanted[0])
+    return found
+
+
+# -- models
+
+
+def bare() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, CLASSES), nn.Tanh(), nn.ReLU(), nn.Identity())
+
+
+@each_schedule
+def test_deepspeed_1522_and_5792_a_stage_without_parameters(pool, schedule):
+    """It has no part in the norm, and nobody waits for it."""
+    trains_alike(
+        pool, bare, {"schedule": schedule, "partition": [1, 3] if schedule in ("1f1b", "gpipe") else "uniform"}
+    )
+
+
+def frozen_first() -> nn.Sequential:
+    model = chain(4)
+    for layer in (model[0], model[1]):
+        layer.requires_grad_(False)
+    return model
+
+
+def frozen_last() -> nn.Sequential:
+    model = chain(4)
+    for layer in (model[2], model[3]):
+        layer.requires_grad_(False)
+    return model
+
+
+@each_schedule
+@pytest.mark.parametrize("make", [frozen_first, frozen_last])
+@pytest.mark.parametrize("gather", ["step", *longer("use")])
+def test_stages_that_are_frozen(pool, schedule, make, gather):
+    trains_alike(pool, make, {"schedule": schedule, "gather": gather}, stage=3 if gather == "step" else 1)
+
+
+class Skips(nn.Module):
+    """Its first values go to later blocks, too; the root has a parameter that is read late, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.unused = nn.Parameter(torch.randn(2))
+        self.relu = nn.ReLU()
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        first = x = self.first(x)
+        for block in self.blocks:
+            x = self.relu(block(x)) + first
+        return self.last(x.transpose(0, 1).transpose(0, 1) * scale + self.shift)
+
+
+@each_schedule
+def test_values_that_skip_stages(pool, schedule):
+    trains_alike(pool, Skips, {"schedule": schedule})
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too, and stands between blocks once more."""
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.again = nn.Linear(WIDTH, VOCABULARY, bias=False) if again else None
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        if again:
+            self.again.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            if self.again is not None and number == 2:
+                x = x + self.again(x).softmax(-1) @ torch.ones(VOCABULARY, WIDTH)
+        return self.head(x)
+
+
+def tied_thrice() -> nn.Module:
+    return Tied(again=True)
+
+
+def words(number: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * place + number)
+    ids = torch.randint(VOCABULARY, (3, 5), generator=generator)
+    return ids, ids.roll(-1, 1)
+
+
+def loss_of_words(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+TIES = [("1f1b", 2, 2, Tied), *longer(("zbv", 2, 2, Tied), ("interleaved", 2, 2, Tied), ("zero_bubble", 2, 4, Tied))]
+TIES += longer(
+    ("1f1b", 4, 4, Tied),
+    ("1f1b", 4, 4, tied_thrice),
+    ("zbv", 2, 2, tied_thrice),
+    ("1f1b", 2, 4, Tied),
+    ("gpipe", 2, 4, Tied),
+)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "ranks", "make"), TIES)
+@pytest.mark.parametrize("stage", [3, *longer(0, 1, 2)])
+def test_megatron_6500_and_megatron_bridge_5380_a_tied_embedding(pool, schedule, stages, ranks, make, stage):
+    """Its gradient is the sum of those of all stages, in another order than one process has; its copies stay equal."""
+    json, data = json_of(stage, ranks // stages, 4, gradient_clipping=0.0), ranks // stages
+    how = {"data": words, "loss_fn": loss_of_words}
+    section: dict[str, Any] = {"stages": stages, "schedule": schedule}
+    if make is tied_thrice:
+        section["stage_map"] = {"blocks.1": 1, "blocks.2": 2, "blocks.3": 3, "again": 2, "head": 3}
+    found = pool.run(ranks, pipelined, json | {"pipeline": section}, make, **how)
+    wanted = pool.run(data, accumulated, json, make, **how)[0]
+    copies = [each.state["embed.weight"] for each in found if "embed.weight" in each.state]
+    holders = {("zbv", Tied): 1, ("zbv", tied_thrice): 2, ("1f1b", tied_thrice): 3}.get((schedule, make), 2)
+    assert len(copies) == holders * data
+    assert all(torch.equal(copies[0], each) for each in copies)
+    for each in found:
+        torch.testing.assert_close(each.norms, wanted.norms, rtol=1e-6, atol=0)
+        for name, value in each.state.items():
+            torch.testing.assert_close(value, wanted.state[name], rtol=1e-5, atol=1e-7)
+
+
+# -- micro-batches
+
+
+def of_other_sizes(number: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and lengths that change from one micro-batch to the next."""
+    rows, length = 1 + number % 3, 2 + number % 4
+    x, _ = samples(number, place, rows * length)
+    return x.view(rows, length, WIDTH), torch.randint(
+        CLASSES, (rows, length), generator=torch.Generator().manual_seed(number)
+    )
+
+
+@each_schedule
+def test_deepspeed_5696_micro_batches_of_other_sizes_and_lengths(pool, schedule):
+    trains_alike(pool, chain, {"schedule": schedule}, data=of_other_sizes, loss_fn=loss_of_words)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, labels: Any = None) -> Any:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if mask is not None:
+                x = x * mask[:, None]
+        return {"loss": F.cross_entropy(x, labels), "logits": x}
+
+
+def dicts(number: int, place: int) -> Any:
+    x, y = samples(number, place)
+    return {"x": x, "labels": y % WIDTH} | ({"mask": (y > 1).float()} if number % 2 else {})
+
+
+def masked(json: dict[str, Any]) -> Found:
+    """Batches are dicts, of which the model computes its own loss; some have a mask."""
+    engine = zero.initialize(model=Masked(), config=json)[0]
+    stream, losses, norms = iter(range(100)), [], []
+    for _ in range(3):
+        if "pipeline" in json:
+            losses.append(float(engine.train_batch(dicts(number, 0) for number in stream)))
+        else:
+            parts = []
+            for _ in range(4):
+                parts.append(engine(**dicts(next(stream), 0))["loss"])
+                engine.backward(parts[-1])
+                engine.step()
+            losses.append(float(sum(parts)) / 4)
+        norms.append(engine.get_global_grad_norm())
+    found = Found(losses, norms, state_of(engine))
+    engine.destroy()
+    return found
+
+
+@each_schedule
+def test_batches_that_are_dicts_with_keywords_that_come_and_go(pool, schedule):
+    json = json_of(1, 1, 4)
+    found = pool.run(2, masked, json | {"pipeline": {"stages": 2, "schedule": schedule}})
+    compare(found, pool.run(1, masked, json)[0])

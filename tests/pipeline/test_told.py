@@ -1,0 +1,75 @@
+"""The promise: an engine says which stages it has and how its schedule runs, and an estimate what a rank takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from pipelines import batches, chain, json_of
+
+import zero
+from zero.config import load
+from zero.parallel.pipeline.schedule import of_section
+from zero.plan.pipeline import Kind
+
+
+def described(json: dict[str, Any]) -> tuple[str, str, dict[str, int], float]:
+    engine = zero.initialize(model=chain(), config=json, loss_fn=F.cross_entropy)[0]
+    said = engine.describe()
+    engine.train_batch(batches(engine.get_data_parallel_rank()))
+    alive = engine.state_nbytes()
+    engine.destroy()
+    return str(said).splitlines()[0], said.schedule, alive._asdict(), sum(each.numel for each in said.units)
+
+
+def test_an_engine_describes_its_stages(pool):
+    json = json_of(1, 1, 8, pipeline={"stages": 2})
+    first, second = pool.run(2, described, json)
+    assert first[0] == "stage 0 of 2; 1f1b of 8 micro-batches, at most 2 alive here; bubble 11.1 %"
+    assert second[0] == "stage 1 of 2; 1f1b of 8 micro-batches, at most 1 alive here; bubble 11.1 %"
+    assert first[1] == second[1] == of_section(load(json, 2)).text()
+    assert first[1].splitlines()[0].startswith("pp 0: 0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0")
+
+
+@pytest.mark.parametrize("gather", ["step", "use"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_estimate_is_of_the_rank_that_has_the_most(pool, stage, gather):
+    json = json_of(stage, 2, 4, pipeline={"stages": 2, "gather": gather, "partition": [2, 6]})
+    row = zero.estimate(chain(), json, 4, device="cpu").configured.device
+    found = pool.run(4, described, json)
+    assert max(each["parameters"] for _, _, each, _ in found) == row.parameters
+    # Gathered once, whole parameters and gradients are there for the whole step.
+    if stage == 3 and gather == "step":
+        assert row.gathered >= 4 * max(numel for *_, numel in found)
+    assert row.gradients == row.parameters * (2 if stage == 3 and gather == "step" else 1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 8, 16])
+def test_bubbles_are_what_the_papers_say(schedule, stages, micro_batches):
+    json = json_of(0, 1, micro_batches, pipeline={"stages": stages, "schedule": schedule})
+    found = of_section(load(json, stages))
+    assert found.bubble() == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+    assert found.alive(0) == (micro_batches if schedule == "gpipe" else min(stages, micro_batches))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_every_micro_batch_goes_through_every_stage_once_and_in_order(schedule, stages):
+    """In the backward, too: that is the order in which gradients add up."""
+    json = json_of(0, 1, 16, pipeline={"stages": stages, "schedule": schedule})
+    found = of_section(load(json, stages))
+    for place, order in enumerate(found.orders):
+        for stage in found.stages(place):
+            done = {kind: [each.micro_batch for each in order if each[:2] == (kind, stage)] for kind in Kind}
+            assert done[Kind.FORWARD] == list(range(16))
+            assert sorted(done[Kind.BACKWARD] + done[Kind.BACKWARD_INPUT]) == list(range(16))
+            landed = [
+                each.micro_batch
+                for each in order
+                if each.stage == stage and each.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+            ]
+            assert landed == list(range(16))
+    assert found.bubble() < (stages - 1) / (16 + stages - 1) or schedule in ("gpipe", "1f1b")

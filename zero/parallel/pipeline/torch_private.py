@@ -1,0 +1,70 @@
+"""Every private name of torch that pipelines use, with what we need of it: schedules, and a backward in two parts."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def pipeline_orders(
+    made_by: str, compute: Sequence[Sequence[tuple[int, str, int]]], per_rank: int, micro_batches: int
+) -> tuple[list[list[tuple[int, str, int]]], list[int]]:
+    """Of each rank along pp, what a schedule of torch does, as (stage, kind, micro-batch or -1); and each stage's rank.
+
+    `made_by`: a class of schedules; or "", and `compute` has what each rank computes, to which messages are added.
+    ValueError where the class cannot have so many micro-batches.
+    """
+    if VERSION < (2, 13):
+        raise RuntimeError(f"pipelines want torch 2.13 or later; there is {torch.__version__}; install a later one")
+    from torch.distributed.pipelining import schedules  # imports much
+
+    places = len(compute)
+
+    def stage(index: int) -> Any:  # all that a schedule asks of a stage before it runs
+        said = {"stage_index": index, "num_stages": places * per_rank, "group_size": places, "group_rank": 0}
+        return types.SimpleNamespace(**said, is_first=not index, is_last=index == places * per_rank - 1, submod=None)
+
+    stages, kinds = [stage(index) for index in range(per_rank)], schedules._ComputationType
+    if made_by:
+        schedule = getattr(schedules, made_by)(stages, micro_batches, loss_fn=bool)
+    else:
+        schedule = schedules._PipelineScheduleRuntime(stages, micro_batches, loss_fn=bool)
+        orders = {
+            place: [schedules._Action(at, kinds(kind), number) for at, kind, number in order]
+            for place, order in enumerate(compute)
+        }
+        schedule._prepare_schedule_with_comms(orders)
+    found: list[list[tuple[int, str, int]]] = []
+    for _, order in sorted(schedule.pipeline_order_with_comms.items()):
+        single = (each for action in order for each in (action.sub_actions or (action,)))
+        numbers = ((each, each.microbatch_index) for each in single)
+        found.append(
+            [(each.stage_index, each.computation_type.value, -1 if at is None else at) for each, at in numbers]
+        )
+    where = schedule.stage_index_to_group_rank
+    return found, [where[at] for at in range(places * per_rank)]
+
+
+def backward_of_inputs(
+    outputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    params: Sequence[nn.Parameter],
+) -> tuple[Sequence[torch.Tensor | None], Any]:
+    """The gradients of the inputs alone, and what `backward_of_weights` wants for the rest of the graph."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    return stage_backward_input(list(outputs), list(grads), list(inputs), iter(params))
+
+
+def backward_of_weights(params: Sequence[nn.Parameter], rest: Any) -> None:
+    """Add to `grad` of the parameters what `backward_of_inputs` has left; hooks on them do not see it."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(params), rest)
