@@ -25,10 +25,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
-from zero.parallel.pipeline.schedule import make_schedule, stages_per_rank
+from zero.config.pipeline import STYLES
+from zero.parallel.pipeline.schedule import make_schedule
 
 WIDTH, LAYERS, ROWS = 8, 8, 4  # rows of a micro-batch
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
 PEERS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 GATHERS, REDUCES = "all-gathers", "reduce-scatters"
 
@@ -161,7 +161,7 @@ def bubble_worker(rank: int, ranks: int, micro_batches: int, seconds: float, ste
             timed[style].step()
     rows = []
     for style, each in timed.items():
-        schedule = make_schedule(style, ranks, micro_batches, stages_per_rank(style, None))
+        schedule = make_schedule(style, ranks, micro_batches, STYLES[style].per_rank or 2)
         waited, whole = stat(each.waited[1:]), stat([1e3 * one for one in each.whole[1:]])
         alive = max(map(schedule.alive, range(ranks)))
         computed = schedule.bubble()
@@ -295,9 +295,7 @@ def main() -> None:
     parser.add_argument("--ms", type=float, default=20.0, help="of a layer's forward of one micro-batch")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each kind, after one that is not")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="whose bubbles are measured"
-    )
+    parser.add_argument("--schedules", nargs="+", choices=STYLES, default=[*STYLES], help="whose bubbles are measured")
     parser.add_argument("--width", type=int, default=64, help="of the layers whose bytes are counted")
     args = parser.parse_args()
     print(machine_line(), flush=True)
