@@ -79,7 +79,7 @@ def config(micro_batches: int, rows: int = ROWS, **section: Any) -> dict[str, An
     return {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}},
         "pipeline": section,
         "log_level": "error",
     }
@@ -214,59 +214,58 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def theirs(style: str, reshard: bool, width: int, micro_batches: int) -> tuple[float, float, float, float]:
-    """Of a step of torch's: all-gathers and the bytes sent in them, and the same of reduce-scatters."""
+def theirs(style: str, reshard: bool, width: int, micro_batches: int) -> list[float]:
+    """Of the second step of torch's: all-gathers, bytes sent in them, the same of reduce-scatters, and the loss."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     place, half = mesh["pp"].get_local_rank(), LAYERS // 2
     piece = blocks(width)[place * half : (place + 1) * half]
     for each in piece:
         fully_shard(each, mesh=mesh["dp"], reshard_after_forward=reshard)
     fully_shard(piece, mesh=mesh["dp"], reshard_after_forward=reshard)
-    optimizer = torch.optim.AdamW(piece.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(piece.parameters(), lr=1e-3, weight_decay=0.0)
     stage = PipelineStage(piece, place, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = PEERS[style](stage, micro_batches, loss_fn=F.mse_loss)
     data = batches(micro_batches * ROWS, width)
 
-    def step() -> None:
-        x, y = next(data)
-        schedule.step(*([x] if not place else []), **({"target": y} if place else {}))
+    def step() -> float:
+        (x, y), losses = next(data), []
+        schedule.step(*([] if place else [x]), **({"target": y, "losses": losses} if place else {}))
         optimizer.step()
         optimizer.zero_grad()
+        return sum(float(each.detach()) for each in losses) / micro_batches
 
     step()
     with Counted() as counted:
-        step()
-    return _of_step(counted.count[GATHERS], counted.sent[GATHERS], counted.count[REDUCES], counted.sent[REDUCES])
+        loss = step()
+    return slowest(
+        [value for kind in (GATHERS, REDUCES) for value in (counted.count[kind], counted.sent[kind])] + [loss]
+    )
 
 
-def ours(style: str, gather: str, width: int, micro_batches: int) -> tuple[float, float, float, float]:
+def ours(style: str, gather: str, width: int, micro_batches: int) -> list[float]:
     """The same of zero, stage 3."""
-    json = config(micro_batches, stages=2, schedule=style, gather=gather, partition="uniform")
-    json |= {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-    json |= {"comms_logger": {"enabled": True, "prof_all": True}}
+    section = {"stages": 2, "schedule": style, "gather": gather, "partition": "uniform", "split_size": ROWS}
+    json = config(1, micro_batches * ROWS, **section) | {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "comms_logger": {"enabled": True},
+    }
     engine = zero.initialize(model=blocks(width), config=json, loss_fn=F.mse_loss)[0]
-    data = batches(ROWS, width)
-    engine.train_batch(data)
+    data = batches(micro_batches * ROWS, width)
 
     def now() -> list[float]:
         traffic = engine.log_comms_summary()
-        found = [traffic[name] for name in ("gather", "reduce")]
-        return [value for each in found for value in (each.count, each.sent)]
+        return [value for name in ("gather", "reduce") for value in (traffic[name].count, traffic[name].sent)]
 
-    before = now()
     engine.train_batch(data)
+    before, loss = now(), float(engine.train_batch(data))
     values = [after - one for after, one in zip(now(), before, strict=True)]
     engine.destroy()
-    return _of_step(*values)
+    return slowest([*values, loss])
 
 
-def _of_step(*values: float) -> tuple[float, float, float, float]:
-    return tuple(slowest(values))
-
-
-def bytes_worker(rank: int, width: int, micro_batches: int) -> list[list[Any]]:
-    psi = sum(param.numel() * param.element_size() for param in blocks(width).parameters()) / 2  # of one stage
-    ways: dict[str, Callable[[str], tuple[float, ...]]] = {
+def bytes_worker(rank: int, width: int, micro_batches: int) -> list[list[str]]:
+    psi = sum(param.nbytes for param in blocks(width).parameters()) / 2  # of one stage
+    ways: dict[str, Callable[[str], list[float]]] = {
         'zero, "gather": "step"': lambda style: ours(style, "step", width, micro_batches),
         'zero, "gather": "use"': lambda style: ours(style, "use", width, micro_batches),
         "torch + FSDP2": lambda style: theirs(style, True, width, micro_batches),
@@ -275,15 +274,23 @@ def bytes_worker(rank: int, width: int, micro_batches: int) -> list[list[Any]]:
     rows = []
     for style in PEERS:
         for name, way in ways.items():
-            gathers, received, reduces, sent = way(style)
-            cells = f"{gathers:.0f}", f"{received / psi:.2f}", f"{reduces:.0f}", f"{sent / psi:.2f}"
+            gathers, gathered, reduces, reduced, loss = way(style)
+            cells = f"{gathers:.0f}", f"{gathered / psi:.2f}", f"{reduces:.0f}", f"{reduced / psi:.2f}", f"{loss:.6f}"
             rows.append([style, name, *cells])
     return rows
 
 
 def print_bytes(width: int, micro_batches: int) -> None:
     rows = run_ranks(bytes_worker, 4, width, micro_batches)
-    header = ["schedule", "of a step and rank", GATHERS, "sent, x of the stage", REDUCES, "sent, x of the stage"]
+    header = [
+        "schedule",
+        "of a step and rank",
+        GATHERS,
+        "sent, x of the stage",
+        REDUCES,
+        "sent, x of the stage",
+        "loss",
+    ]
     print(table(header, rows), flush=True)
 
 
