@@ -15,6 +15,7 @@ import torch.distributed as dist
 from models import WIDTH, Block, config
 from scenario import Model, run, same, seeded
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import zero
 from zero.core.owner import owner_of
@@ -74,6 +75,13 @@ def under(context: Callable[[], Any]) -> Make:
     return make
 
 
+def placed(model: Chain) -> None:
+    """On two GPUs, which need not be there: tensors without memory say so."""
+    for number, layer in enumerate((model.blocks[1].up, model.head)):
+        with FakeTensorMode():
+            layer.weight = nn.Parameter(torch.empty(layer.weight.shape, device=f"cuda:{number}"))
+
+
 def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
@@ -105,6 +113,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "inference": (
         under(torch.inference_mode),
         r"parameter 'blocks.0.norm.weight' was made under torch.inference_mode\(\), .* torch.no_grad\(\)",
+    ),
+    "placed": (
+        lambda: changed(placed),
+        r"2 devices \('blocks.1.up.weight' on cuda:0, 'head.weight' on cuda:1\), .* pipeline.stage_map .* device_map",
     ),
     "wrapped": (part(lambda: nn.DataParallel(linear())), "module 'head' is a DataParallel, .*; pass .* its .module"),
 }

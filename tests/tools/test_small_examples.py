@@ -1,24 +1,30 @@
 """The promise: the examples for images and for masked language modelling learn, and count each sample once.
 
-And the server of the third has the weights of the trainer after each message, of which the later ones are small.
+The server of the third has the weights of the trainer after each message, of which the later ones are small. A model in
+stages learns, too, and the times of one in pieces are drawn.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
+from launching import Launchers
+from nodes import environment
 from pages import ROOT, run_script
 from ports import free_port
 from ranks import Pool
 
 import zero
 
-IMAGES, MASKED, SERVE = (str(ROOT / "examples" / name / "train.py") for name in ("images", "masked", "serve"))
+IMAGES, MASKED, SERVE, PIPELINE = (
+    str(ROOT / "examples" / name / "train.py") for name in ("images", "masked", "serve", "pipeline")
+)
 
 
 def numbers(pool: Pool, folder: Path, *words: str) -> list[float]:
@@ -83,3 +89,23 @@ def test_a_server_gets_all_weights_and_then_what_has_changed(pool: Pool, tmp_pat
     assert all(ast.literal_eval(text)[:9] == b"The quick" for _, _, text in found), "whatever bytes it says"
     whole, *parts = (int(nbytes) for _, nbytes, _ in found)
     assert all(0 < nbytes < 0.7 * whole for nbytes in parts)
+
+
+def test_a_model_in_stages_learns(pool: Pool, tmp_path: Path) -> None:
+    words = [PIPELINE, "--steps", "10", "--width", "32", "--layers", "3"]
+    first, second = pool.run(2, run_script, str(tmp_path), words, free_port())
+    assert "rank 0 has Embedding, Block" in first and second.strip().endswith("Block, LayerNorm, Linear")
+    losses = [float(number) for number in re.findall(r"loss[^\d]*([\d.]+)", first)]
+    assert len(losses) == 6 and losses[0] > losses[-1] + 0.2
+
+
+@pytest.mark.long
+def test_the_times_in_pieces_are_measured_and_drawn(launchers: Launchers, tmp_path: Path) -> None:
+    sizes = ["--split-sizes", "20", "60", "--steps", "1", "--width", "4"]
+    chart = ["run", "--num_gpus", "2", PIPELINE.replace("train", "chart"), "--out", str(tmp_path), *sizes]
+    done = launchers.run(*chart, environment=environment(OMP_NUM_THREADS="1"), folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    times = json.loads((tmp_path / "times.json").read_text())["seconds"]
+    assert [*times] == ["one process", "two pieces", "split size 20", "split size 60"]
+    assert min(times.values()) > 0
+    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")

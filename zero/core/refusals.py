@@ -49,7 +49,23 @@ def refusals(model: nn.Module, trained: bool, hooked: bool) -> list[str]:
             )
     if trained and torch.is_inference_mode_enabled():
         lines.append("called under torch.inference_mode(), and no graph may hold what is made there; leave it first")
-    return lines or sharing(tensors)
+    return lines or _spread(model) or sharing(tensors)
+
+
+def _spread(model: nn.Module) -> list[str]:
+    """A line where parameters were placed on several accelerators: they would silently be moved to one of them."""
+    first: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        if param.device.type != "cpu":
+            first.setdefault(param.device, name)
+    if len(first) < 2:
+        return []
+    where = ", ".join(f"'{name}' on {device}" for device, name in first.items())
+    return [
+        f"parameters lie on {len(first)} devices ({where}), and a rank of an engine has one; start a process for each "
+        "device, as `zero run` does, and divide the layers among these by pipeline.stages and pipeline.stage_map in "
+        "the JSON; or bring the model to one device first, for transformers without device_map"
+    ]
 
 
 def sharing(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
