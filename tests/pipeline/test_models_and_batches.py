@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -218,3 +218,41 @@ def test_batches_that_are_dicts_with_keywords_that_come_and_go(pool, schedule):
     json = json_of(1, 1, 4)
     found = pool.run(2, masked, json | {"pipeline": {"stages": 2, "schedule": schedule}})
     compare(found, pool.run(1, masked, json)[0])
+
+
+class Dropped(nn.Module):
+    """Says which of its places were dropped."""
+
+    seen: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = F.dropout(torch.ones_like(x), 0.5, self.training)
+        Dropped.seen.append(kept)
+        return self.linear(x) * kept
+
+
+def dropped(json: dict[str, Any], **more: Any) -> tuple[Found, list[torch.Tensor]]:
+    Dropped.seen.clear()
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(5)
+        return nn.Sequential(*(Dropped() for _ in range(4)))
+
+    return pipelined(json, make, **more), list(Dropped.seen)
+
+
+@each_schedule
+def test_dropout_falls_elsewhere_in_each_layer_micro_batch_and_replica_though_all_have_one_seed(pool, schedule):
+    json = json_of(1, 2, 4, pipeline={"stages": 2, "schedule": schedule})
+    found = pool.run(4, dropped, json, steps=2)
+    masks = [mask for _, seen in found for mask in seen]
+    assert len(masks) == 2 * 4 * 4 * 2  # layers x micro-batches x steps x replicas
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks)
+    # Computed again they are the same, and the second run is the first.
+    again = pool.run(4, dropped, json | {"zero": {"recompute": {"modules": ["Dropped"]}}}, steps=2)
+    for (one, _), (other, _) in zip(found, again, strict=True):
+        assert one.losses == other.losses and all(torch.equal(one.state[name], other.state[name]) for name in one.state)

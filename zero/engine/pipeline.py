@@ -16,6 +16,7 @@ from zero.core.tree import Leaf
 from zero.core.world import Axis
 from zero.engine.accumulation import Accumulation
 from zero.engine.feed import Feed
+from zero.engine.randomness import Randomness
 from zero.engine.status import Status
 from zero.engine.step import TrainingStep
 from zero.parallel.pipeline.build import Pipelined
@@ -52,6 +53,9 @@ class Pipeline:
         how = config.pipeline.gather == "step", each
         self._runner = Runner(pipelined.stages(sharded), self._along, sharded, *how)
         self._whole = training.model
+        if len(pipelined.places) > 1 and training.randomness is None:
+            # Ranks that were seeded alike would drop the same places in every stage.
+            training.randomness = Randomness(sharded.world, sharded.device)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model, where all of it is here."""
@@ -129,6 +133,9 @@ class Pipeline:
         return losses
 
     def _forward(self, stage: Stage, values: Any, batch: Batch) -> Any:
+        if self._training.randomness is not None:
+            self._training.randomness.part = stage.index
+
         def run(values: Any, args: Any, kwargs: Any) -> Any:
             return stage.run(values, batch._replace(args=args, kwargs=kwargs))
 

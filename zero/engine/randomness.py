@@ -12,6 +12,8 @@ from zero.core import comm
 from zero.core.world import World
 from zero.data.seeds import mixed
 
+_PARTS = 32  # bits for forwards of one micro-batch
+
 
 class Randomness:
     """Seeds torch around each forward, so that dropout falls alike however many ranks share the batch.
@@ -30,6 +32,7 @@ class Randomness:
         words = torch.tensor([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], device=device)
         comm.broadcast(words, 0, world, "random seed")
         self._base: list[int] = words.tolist()
+        self.part = 0  # of the model that runs: stages of a pipeline have numbers of their own
         self._place = (-1, -1)  # optimizer step and micro-batch of this rank that the last forward belonged to
         self._forwards = 0  # of that micro-batch
 
@@ -42,7 +45,7 @@ class Randomness:
         if self._place != (step, micro_batch):
             self._place, self._forwards = (step, micro_batch), 0
         shared = micro_batch * self._world.size + self._world.rank
-        seed = mixed(*self._base, step, shared, self._forwards)
+        seed = mixed(*self._base, step, shared, self._forwards + (self.part << _PARTS))
         self._forwards += 1
         generators = [torch.default_generator]
         if self._device.type == "cuda":
