@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from zero.compat.pipe import PipelineModule
 from zero.config import Config, load
 from zero.config.grid_sizes import Told
 from zero.config.optimizers import MuonParams
@@ -50,6 +51,7 @@ from zero.engine.description import run_facts
 from zero.engine.engine import Engine
 from zero.engine.forward_only import follower, hand_over, sharer
 from zero.engine.joining import init_distributed, refuse_alone
+from zero.engine.pipeline_engine import PipelineEngine
 from zero.engine.precision import make_loss_scaler
 from zero.launch.contract import INITIALIZED
 from zero.log import counted, rank_zero, set_level
@@ -124,6 +126,10 @@ def initialize(
     keep_cuts(model)
     layers_are_cut = any(cut_of(param) is not None for param in model.parameters())
     data = data_ranks(mesh_param, device_mesh, mpu, layers_are_cut)
+    if isinstance(model, PipelineModule) and model.sizes:
+        if data.source:
+            raise ValueError(f"initialize(): got {data.source}, and a PipelineModule that says the ranks; leave it out")
+        data = data._replace(sizes=model.sizes, source="PipelineModule")
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
     settings = _load(source, data, stand_ins, assigned, model)
@@ -215,7 +221,8 @@ def _make_engine(
                 how = zero.context, not data.cuts_sequences, data.training_only
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
             over = meshes.along(*DATA)
-            engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing, stages)
+            made_by = Engine if stages is None else PipelineEngine
+            engine = made_by(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing, stages)
     except BaseException:
         recomputing.undo()
         if sharing is not None:
@@ -319,9 +326,17 @@ def _wrap(
 def _divide(model: nn.Module, settings: Config, rank: int, loss_fn: Callable[..., Any] | None) -> Pipelined | None:
     """The stages of this rank, where the JSON divides the model or a function computes the loss of it."""
     section, grid = settings.pipeline, settings.grid
-    if loss_fn is None and "stages" not in section.model_fields_set:
+    if isinstance(model, PipelineModule):
+        model.activation_checkpoint_interval = (
+            section.activation_checkpoint_interval or model.activation_checkpoint_interval
+        )
+        loss_fn = model.loss_fn if loss_fn is None else loss_fn
+    elif section.activation_checkpoint_interval:
+        raise ValueError("pipeline.activation_checkpoint_interval: is for a PipelineModule; set zero.recompute instead")
+    elif loss_fn is None and "stages" not in section.model_fields_set:
         return None
-    how = {"partition": section.partition, "said": section.stage_map}
+    partition = section.partition if "partition" in section.model_fields_set else None
+    how = {"partition": partition, "said": section.stage_map}
     place, steps = grid.ranks("pp", rank).index(rank), section.micro_batches or settings.gradient_accumulation_steps
     steps *= -(
         -settings.train_micro_batch_size_per_gpu // (section.split_size or settings.train_micro_batch_size_per_gpu)

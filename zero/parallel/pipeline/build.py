@@ -44,7 +44,7 @@ class Pipelined:
         """The stages here, of which units have the parameters by now."""
         found = []
         for index in self.here:
-            params = self.divided.parameters(index)
+            params = [param for param, stages in self.divided.readers().items() if index in stages]
             units = list(
                 {owner.unit.index: owner.unit for owner in map(owner_of, params) if owner is not None}.values()
             )
@@ -63,18 +63,25 @@ def pipelined(
 ) -> Pipelined:
     """Divide a model among `places` ranks along pp, of which this is number `place`; changes the model.
 
-    how: `partition` and `said`, as of `divide`. ValueError for what cannot be divided.
+    how: `partition`, None where nothing is said, and `said`, as of `divide`. ValueError for what cannot be divided.
     """
     per_rank = stages_per_rank(style, per_rank)
     schedule = make_schedule(style, places, micro_batches, per_rank)
-    stage_of = divide(model, places * per_rank, **how)
-    divided = Divided(model, stage_of, places * per_rank)
+    divided = _divided(model, places * per_rank, **how)
     _tie(divided, schedule)
     before = set(model.parameters())
     here = schedule.stages(place)
     divided.prune(here)
-    one_input, elsewhere = isinstance(model, nn.Sequential), before - set(model.parameters())
+    one_input = isinstance(model, nn.Sequential) or not isinstance(divided, Divided)
+    elsewhere = before - set(model.parameters())
     return Pipelined(divided, style, per_rank, schedule.places, here, one_input, elsewhere=elsewhere)
+
+
+def _divided(model: nn.Module, stages: int, partition: Any, said: Mapping[str, int]) -> Divided:
+    in_stages = getattr(model, "in_stages", None)  # of a PipelineModule, which knows its layers
+    if in_stages is not None:
+        return in_stages(stages, partition, said)
+    return Divided(model, divide(model, stages, partition or "parameters", said), stages)
 
 
 def _tie(divided: Divided, schedule: Schedule) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -32,7 +32,8 @@ def divide(model: nn.Module, stages: int, partition: str | Sequence[int], said: 
             f"pipeline: {type(model).__name__} has {len(names)} layers, and there are {stages} stages; each wants one. "
             "Take fewer stages, or say by pipeline.stage_map which module is of which"
         )
-    starts = _starts(model, names, stages, partition)
+    kinds = [type(model.get_submodule(name)).__name__ for name in names]
+    starts = starts_of(kinds, lambda: _numels(model, names), stages, partition)
     of_layer = {name: sum(start <= at for start in starts) - 1 for at, name in enumerate(names)}
     found, seen = {}, False
     for name in _apart(model, set(names)):
@@ -56,36 +57,44 @@ def layers(model: nn.Module) -> list[str]:
     return found
 
 
-def _starts(model: nn.Module, names: Sequence[str], stages: int, partition: str | Sequence[int]) -> list[int]:
-    """Where each stage begins among the layers."""
+def starts_of(
+    kinds: Sequence[str], numels: Callable[[], list[float]], stages: int, partition: str | Sequence[int]
+) -> list[int]:
+    """Where each stage begins among layers of these classes; `numels` says how many parameters each has."""
     if not isinstance(partition, str):
-        if len(partition) != stages or sum(partition) != len(names) or min(partition) < 1:
+        if len(partition) != stages or sum(partition) != len(kinds) or min(partition) < 1:
             raise ValueError(
                 f"pipeline.partition: got {list(partition)}; wanted {stages} numbers of layers, one for each stage, "
-                f"that make up {len(names)}"
+                f"that make up {len(kinds)}"
             )
         return [sum(partition[:stage]) for stage in range(stages)]
-    modules = [model.get_submodule(name) for name in names]
     if partition == "uniform":
-        weights = [1.0] * len(names)
+        weights = [1.0] * len(kinds)
     elif partition.startswith("type:"):
         kind = re.compile(partition[len("type:") :], re.IGNORECASE)
-        weights = [float(bool(kind.search(type(each).__name__))) for each in modules]
+        weights = [float(bool(kind.search(each))) for each in kinds]
         if sum(weights) < stages:
             raise ValueError(
                 f"pipeline.partition: '{partition}' finds {int(sum(weights))} layers, and there are {stages} stages"
             )
     else:
-        weights = [float(sum(param.numel() for param in each.parameters())) for each in modules]
-        inside = {param for each in modules for param in each.parameters()}
-        first, last = (set() for _ in range(2))
-        seen = False
-        for name in _apart(model, set(names)):
-            seen = seen or name in names
-            (last if seen else first).update(set(_params(model, name)) - inside)
-        weights[0] += sum(param.numel() for param in first)
-        weights[-1] += sum(param.numel() for param in last - first)
+        weights = numels()
     return balanced([weight + _LEAST * sum(weights) + _LEAST for weight in weights], stages)
+
+
+def _numels(model: nn.Module, names: Sequence[str]) -> list[float]:
+    """Of each layer, with what is before the first one and behind the last."""
+    modules = [model.get_submodule(name) for name in names]
+    weights = [float(sum(param.numel() for param in each.parameters())) for each in modules]
+    inside = {param for each in modules for param in each.parameters()}
+    first, last = (set() for _ in range(2))
+    seen = False
+    for name in _apart(model, set(names)):
+        seen = seen or name in names
+        (last if seen else first).update(set(_params(model, name)) - inside)
+    weights[0] += sum(param.numel() for param in first)
+    weights[-1] += sum(param.numel() for param in last - first)
+    return weights
 
 
 def _params(model: nn.Module, name: str) -> Iterator[nn.Parameter]:
