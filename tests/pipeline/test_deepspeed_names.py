@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pipelines import CLASSES, WIDTH, Found, compare, json_of, pipelined
+from pipelines import CLASSES, ROWS, WIDTH, Found, batches, compare, json_of, pipelined, state_of
 from torch import nn
 
 import zero
+from zero.compat.topology import PipeDataParallelTopology
 
 MICRO_BATCHES = 4
 
@@ -100,3 +102,119 @@ def test_the_json_divides_layers_that_nothing_else_has_divided(pool: Any, schedu
     one = pool.run(1, trained, json_of(0, 1, MICRO_BATCHES), None)
     two = pool.run(2, trained, json_of(1, 1, MICRO_BATCHES, pipeline=section), None)
     compare(two, one[0])
+
+
+class Grown(zero.PipelineModule):
+    """As GPT-NeoX does: attributes first, and the constructor of the class above a second time, with one more layer."""
+
+    def __init__(self, stages: int) -> None:
+        self.specs = kinds_of_layers(False)
+        self.how = {
+            "num_stages": stages,
+            "loss_fn": F.cross_entropy,
+            "seed_layers": True,
+            "partition_method": "type:linear",
+        }
+        super().__init__(layers=self.specs, **self.how)
+        self.specs.append(lambda x: 2 * x)
+        super().__init__(layers=self.specs, **self.how)
+
+
+def grown(json: dict[str, Any], stages: int) -> Found:
+    zero.init_distributed()
+    return pipelined(json, lambda: Grown(stages), loss_fn=None, watch=lambda engine: len(engine.module.forward_funcs))
+
+
+def test_a_subclass_may_be_built_twice(pool: Any):
+    one = pool.run(1, grown, json_of(0, 1, MICRO_BATCHES), 1)
+    two = pool.run(2, grown, json_of(0, 1, MICRO_BATCHES), 2)
+    compare(two, one[0])
+    assert [each.seen for each in two] == [5, 4]
+
+
+def answers(json: dict[str, Any]) -> list[Any]:
+    """What the engine says, by DeepSpeed's names."""
+    zero.init_distributed()
+    model = zero.PipelineModule(kinds_of_layers(False), topology=PipeDataParallelTopology(2, 1))
+    engine = zero.initialize(model=model, config=json, loss_fn=F.cross_entropy)[0]
+    said: list[Any] = [engine.is_first_stage, engine.is_last_stage(), bool(engine.is_last_stage), engine.stage_id]
+    said += [engine.num_stages, engine.micro_batches, engine.grid.stage_to_global(1), engine.get_additional_losses()]
+    engine.set_has_attention_mask(True)
+    engine.reset_activation_shape()
+    engine.set_batch_fn(lambda batch: (batch[0], batch[1] * 0))
+    engine.set_dataloader([next(batches(0))])
+    zeros = engine.eval_batch()
+    engine.set_batch_fn(None)
+    engine.set_dataiterator(iter([(x, y * 0) for x, y in [next(batches(0))] * MICRO_BATCHES]))
+    said.append(bool(torch.equal(zeros, engine.eval_batch())))
+    engine.set_train_batch_size(2 * ROWS)
+    engine.train_batch(batches(0))
+    said.append(engine.micro_batches)
+    for method in (engine, engine.backward, engine.step):
+        with pytest.raises(RuntimeError, match=r"of a model whose stages lie on several ranks"):
+            method(*([] if method == engine.step else [torch.ones((), requires_grad=True)]))
+    with pytest.raises(AttributeError, match="'_INSTRUCTION_MAP', which is DeepSpeed's; instead: `pipeline.schedule`"):
+        engine._INSTRUCTION_MAP  # noqa: B018
+    engine.destroy()
+    return said
+
+
+def test_the_engine_answers_by_the_names_of_theirs(pool: Any):
+    first, last = pool.run(2, answers, json_of(1, 1, MICRO_BATCHES))
+    assert first == [1, False, False, 0, 2, MICRO_BATCHES, 1, None, True, 2]
+    assert last == [0, True, True, 1, 2, MICRO_BATCHES, 1, None, True, 2]
+
+
+def imported(json: dict[str, Any], folder: Path, stages: int) -> dict[str, torch.Tensor]:
+    zero.init_distributed()
+    model = zero.PipelineModule(kinds_of_layers(True), stages, loss_fn=F.cross_entropy)
+    engine = zero.initialize(model=model, config=json)[0]
+    assert zero.load_weights(engine, folder) == ([], [])
+    found = state_of(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_files_of_layers_are_read(pool: Any, tmp_path: Path, stage):
+    whole = zero.PipelineModule(kinds_of_layers(True))
+    for number, layer in enumerate(whole._module(number) for number in range(len(whole.stage_of))):
+        if layer is not None and layer.state_dict():
+            weights = {name: torch.randn_like(value) for name, value in layer.state_dict().items()}
+            layer.load_state_dict(weights)
+            torch.save(layer.state_dict(), tmp_path / f"layer_{number:02d}-model_00-model_states.pt")
+    torch.save(whole._module(0).state_dict(), tmp_path / "layer_00-model_00-model_states.pt")  # as the last tied one
+    for ranks in (1, 2):
+        for each in pool.run(ranks, imported, json_of(stage, 1, MICRO_BATCHES), tmp_path, ranks):
+            for name, value in each.items():
+                if not name.startswith("exp_avg"):
+                    assert torch.equal(value, whole.state_dict()[name])
+    (tmp_path / "layer_00-model_00-model_states.pt").rename(tmp_path / "layer_00-model_01-model_states.pt")
+    with pytest.raises(ValueError, match="layer_00-model_01-model_states.pt: layers that are cut are not put together"):
+        zero.load_weights(whole, tmp_path)
+
+
+MISTAKES = {
+    "two stages share": (lambda one: {"layers": [one, nn.Tanh(), nn.Tanh(), one]}, "layers 0 and 3 share a parameter"),
+    "loss": (lambda one: {"layers": [one, nn.Tanh()], "loss_fn": one}, "make it the last layer"),
+    "few layers": (lambda one: {"layers": [one]}, "1 layers are fewer than the 2 stages"),
+    "no layer": (lambda one: {"layers": [one, 5]}, "layer 1 is of int; wanted what can be called"),
+    "stages": (lambda one: {"layers": [one, nn.Tanh()], "num_stages": 3}, "3 stages want a multiple of 3 ranks"),
+}
+
+
+def refused() -> dict[str, str]:
+    zero.init_distributed()
+    found = {}
+    for name, (make, _) in MISTAKES.items():
+        try:
+            zero.PipelineModule(**{"num_stages": 2, **make(nn.Linear(2, 2))})
+        except (ValueError, TypeError) as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_is_wrong_is_said(pool: Any):
+    said = pool.run(2, refused)[1]
+    for name, (_, text) in MISTAKES.items():
+        assert text in said.get(name, ""), (name, said)

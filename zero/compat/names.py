@@ -86,7 +86,7 @@ INSTEAD: Mapping[str, str] = {
     },
     "deepspeed.moe.experts": _ONE_KIND,
     "deepspeed.profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler.get_model_profile",
-    "deepspeed.runtime.checkpoint_engine": "engine.save_checkpoint, which writes beside the loop",
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine": "engine.save_checkpoint",
     "deepspeed.runtime.fp16.loss_scaler": "engine.optimizer.loss_scaler",
     "deepspeed.runtime.precision_config": "deepspeed.DeepSpeedConfig, which has the sections fp16 and bf16",
     "deepspeed.runtime.state_dict_factory": "zero.load_weights",

@@ -187,6 +187,15 @@ class PipelineModule(nn.Module):
             return module or layer
         return functools.partial(as_forward, module, functools.partial(layer.forward_fn, module))
 
+    def name_of(self, name: str) -> str | None:
+        """The name here of what DeepSpeed's files of layers have; None for tied ones, but the first."""
+        number, _, rest = name.partition(".")
+        keys = [getattr(each, "key", None) for each in self._layers]
+        key = keys[int(number)] if number.isdigit() and int(number) < len(keys) else None
+        if key is None:
+            return name
+        return f"tied_modules.{key}.{rest}" if keys.index(key) == int(number) else None
+
     @property
     def forward_funcs(self) -> list[Callable[[Any], Any]]:
         """What is called for each layer of this rank."""

@@ -137,7 +137,11 @@ def initialize(
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
     loader = None
     if training_data is not None:
-        loader = make_loader(settings, device, data.place(settings.grid), training_data, collate_fn=collate_fn)
+        # In the order of the dataset, as DeepSpeed's pipelines take it.
+        route = "eval" if isinstance(model, PipelineModule) else "train"
+        loader = make_loader(
+            settings, device, data.place(settings.grid), training_data, None, route, True, None, collate_fn
+        )
     if assigned is not None and assigned.plain:
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)

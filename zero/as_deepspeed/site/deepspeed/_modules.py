@@ -48,12 +48,14 @@ MODULES = {
     "pipe": Names(_LAYERS, ("DualPipeVModule",)),
     "profiling": Names(modules="flops_profiler"),
     "runtime": Names(
-        modules="activation_checkpointing base_optimizer bf16_optimizer config engine fp16 lr_schedules pipe "
+        modules="activation_checkpointing base_optimizer bf16_optimizer checkpoint_engine config engine fp16 lr_schedules pipe "
         "sequence_parallel utils zero"
     ),
     "runtime.activation_checkpointing": Names(modules="checkpointing"),
     "runtime.activation_checkpointing.checkpointing": Names(_from("zero.checkpointing", _RECOMPUTING)),
     "runtime.bf16_optimizer": Names(_from(_OPTIMIZERS, "BF16_Optimizer")),
+    "runtime.checkpoint_engine": Names(modules="torch_checkpoint_engine"),
+    "runtime.checkpoint_engine.torch_checkpoint_engine": Names(refused=("TorchCheckpointEngine",)),
     "runtime.fp16": Names(modules="fused_optimizer unfused_optimizer"),
     "runtime.fp16.fused_optimizer": Names(_from(_OPTIMIZERS, "FP16_Optimizer")),
     "runtime.fp16.unfused_optimizer": Names({"FP16_UnfusedOptimizer": f"{_OPTIMIZERS}:FP16_Optimizer"}),
