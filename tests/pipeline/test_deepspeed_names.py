@@ -12,7 +12,7 @@ from pipelines import CLASSES, ROWS, WIDTH, Found, batches, compare, json_of, pi
 from torch import nn
 
 import zero
-from zero.compat.topology import PipeDataParallelTopology
+from zero.compat.topology import PipeDataParallelTopology, ProcessTopology
 
 MICRO_BATCHES = 4
 
@@ -153,7 +153,7 @@ def answers(json: dict[str, Any]) -> list[Any]:
     for method in (engine, engine.backward, engine.step):
         with pytest.raises(RuntimeError, match=r"of a model whose stages lie on several ranks"):
             method(*([] if method == engine.step else [torch.ones((), requires_grad=True)]))
-    with pytest.raises(AttributeError, match="'_INSTRUCTION_MAP', which is DeepSpeed's; instead: `pipeline.schedule`"):
+    with pytest.raises(AttributeError, match=r"'_INSTRUCTION_MAP', which is DeepSpeed's; instead: `pipeline.schedule`"):
         engine._INSTRUCTION_MAP  # noqa: B018
     engine.destroy()
     return said
@@ -190,7 +190,9 @@ def test_the_files_of_layers_are_read(pool: Any, tmp_path: Path, stage):
                 if not name.startswith("exp_avg"):
                     assert torch.equal(value, whole.state_dict()[name])
     (tmp_path / "layer_00-model_00-model_states.pt").rename(tmp_path / "layer_00-model_01-model_states.pt")
-    with pytest.raises(ValueError, match="layer_00-model_01-model_states.pt: layers that are cut are not put together"):
+    with pytest.raises(
+        ValueError, match=r"layer_00-model_01-model_states.pt: layers that are cut are not put together"
+    ):
         zero.load_weights(whole, tmp_path)
 
 
@@ -199,7 +201,14 @@ MISTAKES = {
     "loss": (lambda one: {"layers": [one, nn.Tanh()], "loss_fn": one}, "make it the last layer"),
     "few layers": (lambda one: {"layers": [one]}, "1 layers are fewer than the 2 stages"),
     "no layer": (lambda one: {"layers": [one, 5]}, "layer 1 is of int; wanted what can be called"),
-    "stages": (lambda one: {"layers": [one, nn.Tanh()], "num_stages": 3}, "3 stages want a multiple of 3 ranks"),
+    "ranks": (
+        lambda one: {"layers": [one, nn.Tanh()], "topology": PipeDataParallelTopology(2, 2)},
+        "got 2 stages of 4 ranks; wanted a multiple, and there are 2",
+    ),
+    "stages": (
+        lambda one: {"layers": [one, nn.Tanh()], "num_stages": 3},
+        "got 3 stages of 2 ranks; wanted a multiple, and there are 2",
+    ),
 }
 
 
@@ -214,7 +223,38 @@ def refused() -> dict[str, str]:
     return found
 
 
+def in_another_order() -> None:
+    with pytest.raises(ValueError, match="pipe must be its first axis"):
+        zero.PipelineModule([nn.Tanh(), nn.Tanh()], topology=ProcessTopology(["data", "pipe"], [2, 2]))
+    zero.init_distributed()
+
+
+def of_two_minds(json: dict[str, Any]) -> list[str]:
+    """What initialize says to arguments and keys that contradict a PipelineModule of two stages."""
+    zero.init_distributed()
+    said = []
+    ways = (
+        {"config": json | {"pipeline": {"stages": 1, "schedule": "zbv"}}},
+        {"config": json | {"pipeline": {"partition": "uniform"}}},
+        {"config": json | {"pipeline": {"stage_map": {"0": 1}}}},
+        {"config": json, "mesh_param": {"dp_shard": 2}},
+        {"config": json | {"pipeline": {"activation_checkpoint_interval": 1}}, "model": nn.Linear(2, 2)},
+    )
+    for way in ways:
+        with pytest.raises(ValueError) as refusal:
+            zero.initialize(**{"model": zero.PipelineModule(kinds_of_layers(False), 2), **way})
+        said.append(str(refusal.value))
+    return said
+
+
 def test_what_is_wrong_is_said(pool: Any):
+    made, by, mapped, mesh, plain = pool.run(2, of_two_minds, json_of(0, 1, MICRO_BATCHES))[0]
+    assert "made with 2 stages by 'parameters', and the JSON wants 4 by 'parameters'; leave num_stages" in made
+    assert "made with 2 stages by 'parameters', and the JSON wants 2 by 'uniform'" in by
+    assert "pipeline.stage_map: not for a PipelineModule" in mapped
+    assert "got mesh_param, and a PipelineModule that says the ranks of its stages; keep one" in mesh
+    assert "pipeline.activation_checkpoint_interval: is for a PipelineModule; set zero.recompute" in plain
+    pool.run(4, in_another_order)
     said = pool.run(2, refused)[1]
     for name, (_, text) in MISTAKES.items():
         assert text in said.get(name, ""), (name, said)

@@ -70,8 +70,9 @@ def grids() -> list[Any]:
     for axes in (["data", "pipe"], ["pipe", "row"]):
         with pytest.raises(ValueError, match="wanted pipe, data and model, in this order"):
             PipelineParallelGrid(ProcessTopology(axes, [2, 2]))
-    with pytest.raises(ValueError, match="num_stages|ranks"):
-        PipelineParallelGrid(PipeDataParallelTopology(3, 2))
+    for sizes in ((3, 2), (2, 4)):
+        with pytest.raises(ValueError, match="there are 4 ranks"):
+            PipelineParallelGrid(PipeDataParallelTopology(*sizes))
     return said
 
 

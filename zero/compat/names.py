@@ -51,7 +51,7 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.nebula": "engine.save_checkpoint, which writes beside the loop",
     "deepspeed.datastates": "engine.save_checkpoint, which writes beside the loop",
     "deepspeed.nvme": "nothing: `fio` measures a drive",
-    "deepspeed.pipe.DualPipeVModule": '`pipeline.schedule` of the JSON, "dualpipev", with any model',
+    **dict.fromkeys(("deepspeed.pipe.DualPipeVModule", "deepspeed.runtime.pipe.DualPipeVModule"), _SCHEDULES),
     "deepspeed.sequence.layer.DistributedAttention": "zero.attention, and `sequence_parallel_size` of the JSON",
     "deepspeed.add_tuning_arguments": "the section `scheduler` of the JSON",
     "deepspeed.profiling.flops_profiler.FlopsProfiler": "get_model_profile there, or `flops_profiler` of the JSON",

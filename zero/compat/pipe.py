@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,10 +90,8 @@ class PipelineModule(nn.Module):
             raise ValueError("PipelineModule(loss_fn=...): got a module with parameters; make it the last layer")
         self.loss_fn, self.partition_method = loss_fn, partition_method
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn or seed_everything, base_seed
-        self.activation_checkpoint_interval, self.checkpointable_layers = (
-            activation_checkpoint_interval,
-            checkpointable_layers,
-        )
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.checkpointable_layers = checkpointable_layers
         self.activation_checkpoint_func = activation_checkpoint_func or _recomputed
         self.sizes, self.stage_id = _place(num_stages, topology)
         self.num_stages, self.stages = self.sizes.get("pp"), (self.stage_id,)
@@ -213,8 +212,7 @@ class PipelineModule(nn.Module):
     def _through(self, numbers: Sequence[int], value: Any) -> Any:
         every, kinds = self.activation_checkpoint_interval, self.checkpointable_layers
         runs = self._runs[numbers[0]] = self._runs.get(numbers[0], 0) + 1
-        for at in range(0, len(numbers), every or len(numbers)):
-            some = numbers[at : at + every] if every else numbers
+        for some in (numbers[at : at + (every or 1)] for at in range(0, len(numbers), every or 1)):
             call = functools.partial(self._some, some, self.base_seed * (runs + 1))
             known = kinds is None or all(_kind(self._layers[number]) in kinds for number in some)
             if every and known and torch.is_grad_enabled():
@@ -241,16 +239,17 @@ def _place(num_stages: int | None, topology: Any) -> tuple[dict[str, int], int]:
     """The sizes along axes that the arguments say, and the stage of this rank; ValueError for what does not fit."""
     sizes = {} if num_stages is None else {"pp": num_stages}
     if topology is not None:
-        sizes = {"pp": topology.get_dim("pipe"), "tp": max(1, topology.get_dim("model"))}
-    if (stages := sizes.get("pp", 1)) == 1:
-        return sizes, 0
-    if not dist.is_initialized() or dist.get_world_size() % stages:
-        ranks = f"there are {dist.get_world_size()}" if dist.is_initialized() else "zero.init_distributed() comes first"
-        raise ValueError(f"PipelineModule: {stages} stages want a multiple of {stages} ranks; {ranks}")
-    stage = dist.get_rank() // (dist.get_world_size() // stages)
-    if topology is not None and topology.get_coord(dist.get_rank()).pipe != stage:
-        raise ValueError("PipelineModule(topology=...): pipe must be the first of its axes")
-    return sizes, stage
+        sizes = {"pp": max(1, topology.get_dim("pipe")), "tp": max(1, topology.get_dim("model"))}
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    stages, said = sizes.get("pp", 1), world if topology is None else topology.world_size()
+    if said != world or world % stages:
+        ranks = f"{world}{'' if dist.is_initialized() else ' before zero.init_distributed()'}"
+        raise ValueError(
+            f"PipelineModule: got {stages} stages of {said} ranks; wanted a multiple, and there are {ranks}"
+        )
+    if topology is not None and topology.get_axis_list("pipe", 0) != [*range(world // stages)]:
+        raise ValueError(f"PipelineModule: got a topology of {topology.get_axis_names()}; pipe must be its first axis")
+    return sizes, rank // (world // stages)
 
 
 def _kind(layer: Any) -> str:
@@ -259,14 +258,12 @@ def _kind(layer: Any) -> str:
 
 
 def _numel(layer: Any) -> float:
-    """How many parameters it trains; a spec is built for that without memory, where it can be."""
+    """How many parameters it trains; a spec is built for that, without memory where its class lets that be."""
     if isinstance(layer, LayerSpec):
         with torch.random.fork_rng(devices=[]):
-            try:
-                with torch.device("meta"):
-                    layer = layer.build()
-            except Exception:  # whatever its class says of values that are not there
-                layer = layer.build()
+            with contextlib.suppress(Exception), torch.device("meta"):
+                return _numel(layer.build())
+            return _numel(layer.build())
     params = layer.parameters() if isinstance(layer, nn.Module) else ()
     return float(sum(param.numel() for param in params if param.requires_grad))
 

@@ -97,6 +97,10 @@ class PipelineParallelGrid(GridGroups):
             for prime in _prime_factors(world)[::2]:
                 stages *= prime
             topology = PipeDataParallelTopology(stages, world // stages)
+        if topology.world_size() != world:
+            raise ValueError(
+                f"PipelineParallelGrid: got a topology of {topology.world_size()}; there are {world} ranks"
+            )
         if topology.axes != [axis for axis in ("pipe", "data", "model") if axis in topology.axes]:
             raise ValueError(
                 f"PipelineParallelGrid: got axes {topology.axes}; wanted pipe, data and model, in this order"
@@ -127,7 +131,7 @@ class PipelineParallelGrid(GridGroups):
         return self._topo.get_rank(**{**self._topo.get_coord(self.global_rank)._asdict(), **places, "pipe": stage_id})
 
     def _is_grid_valid(self) -> bool:
-        return self._topo.world_size() == self.world_size
+        return True  # else there were none
 
 
 def _prime_factors(number: int) -> list[int]:

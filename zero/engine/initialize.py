@@ -125,11 +125,8 @@ def initialize(
     _join(source, dist_init_required, distributed_port)
     keep_cuts(model)
     layers_are_cut = any(cut_of(param) is not None for param in model.parameters())
-    data = data_ranks(mesh_param, device_mesh, mpu, layers_are_cut)
-    if isinstance(model, PipelineModule) and model.sizes:
-        if data.source:
-            raise ValueError(f"initialize(): got {data.source}, and a PipelineModule that says the ranks; leave it out")
-        data = data._replace(sizes=model.sizes, source="PipelineModule")
+    layered = isinstance(model, PipelineModule)
+    data = data_ranks(mesh_param, device_mesh, mpu, layers_are_cut, model.sizes if layered else {})
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
     settings = _load(source, data, stand_ins, assigned, model)
@@ -137,11 +134,9 @@ def initialize(
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
     loader = None
     if training_data is not None:
-        # In the order of the dataset, as DeepSpeed's pipelines take it.
-        route = "eval" if isinstance(model, PipelineModule) else "train"
-        loader = make_loader(
-            settings, device, data.place(settings.grid), training_data, None, route, True, None, collate_fn
-        )
+        # In the order of the dataset for a PipelineModule, as DeepSpeed takes it.
+        how = {"route": "eval" if layered else "train", "collate_fn": collate_fn}
+        loader = make_loader(settings, device, data.place(settings.grid), training_data, **how)
     if assigned is not None and assigned.plain:
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)

@@ -48,8 +48,8 @@ MODULES = {
     "pipe": Names(_LAYERS, ("DualPipeVModule",)),
     "profiling": Names(modules="flops_profiler"),
     "runtime": Names(
-        modules="activation_checkpointing base_optimizer bf16_optimizer checkpoint_engine config engine fp16 lr_schedules pipe "
-        "sequence_parallel utils zero"
+        modules="activation_checkpointing base_optimizer bf16_optimizer checkpoint_engine config engine fp16 "
+        "lr_schedules pipe sequence_parallel utils zero"
     ),
     "runtime.activation_checkpointing": Names(modules="checkpointing"),
     "runtime.activation_checkpointing.checkpointing": Names(_from("zero.checkpointing", _RECOMPUTING)),
