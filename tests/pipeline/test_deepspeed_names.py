@@ -96,6 +96,38 @@ def test_a_tied_layer_is_one_module_on_all_its_stages(pool: Any, stage, gather):
     assert torch.equal(two[0].state["tied_modules.in.weight"], two[1].state["tied_modules.in.weight"])
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_replicas_of_stages_train_as_those_of_one_stage(pool: Any, stage):
+    compare(
+        pool.run(4, trained, json_of(stage, 2, MICRO_BATCHES), 2),
+        pool.run(2, trained, json_of(1, 2, MICRO_BATCHES), 1)[0],
+    )
+
+
+def checkpointed(json: dict[str, Any], stages: int, folder: Path, load: bool) -> dict[str, torch.Tensor]:
+    zero.init_distributed()
+    model = zero.PipelineModule(kinds_of_layers(True), stages, loss_fn=F.cross_entropy)
+    engine = zero.initialize(model=model, config=json)[0]
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        engine.train_batch(batches(0))
+        engine.save_checkpoint(folder)
+    found = state_of(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_of_stages_is_one_of_the_whole_model(pool: Any, tmp_path: Path, stage):
+    json = json_of(stage, 1, MICRO_BATCHES)
+    two = pool.run(2, checkpointed, json, 2, tmp_path, False)
+    one = pool.run(1, checkpointed, json, 1, tmp_path, True)[0]
+    assert {name for each in two for name in each} == one.keys()
+    for each in two:
+        assert [name for name, value in each.items() if not torch.equal(value, one[name])] == []
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_the_json_divides_layers_that_nothing_else_has_divided(pool: Any, schedule):
     section = {"stages": 2, "schedule": schedule, "partition": "uniform"}
@@ -178,7 +210,7 @@ def imported(json: dict[str, Any], folder: Path, stages: int) -> dict[str, torch
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_files_of_layers_are_read(pool: Any, tmp_path: Path, stage):
     whole = zero.PipelineModule(kinds_of_layers(True))
-    for number, layer in enumerate(whole._module(number) for number in range(len(whole.stage_of))):
+    for number, layer in enumerate(whole._module(number) for number in range(len(whole._stage_of))):
         if layer is not None and layer.state_dict():
             weights = {name: torch.randn_like(value) for name, value in layer.state_dict().items()}
             layer.load_state_dict(weights)

@@ -93,14 +93,14 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.checkpointable_layers = checkpointable_layers
         self.activation_checkpoint_func = activation_checkpoint_func or _recomputed
-        self.sizes, self.stage_id = _place(num_stages, topology)
-        self.num_stages, self.stages = self.sizes.get("pp"), (self.stage_id,)
+        self._sizes, self.stage_id = _place(num_stages, topology)
+        self.num_stages, self._stages = self._sizes.get("pp"), (self.stage_id,)
         self.tied_modules = _Tied()
         self._runs: dict[int, int] = {}  # forwards so far, by the first layer
         layers = list(layers)
         self._layers = [type(each) if isinstance(each, nn.Module) else each for each in layers]
-        self.stage_of = self._divided(layers, self.num_stages or 1, partition_method)
-        for number in self.numbers(*self.stages):
+        self._stage_of = self._divided(layers, self.num_stages or 1, partition_method)
+        for number in self.numbers(*self._stages):
             self._add(number, layers[number])
 
     def _add(self, number: int, layer: Any) -> None:
@@ -142,7 +142,7 @@ class PipelineModule(nn.Module):
             )
         if self.num_stages is None:
             layers = [self._module(number) for number in range(len(self._layers))]
-            self.stage_of = self._divided(layers, stages, self.partition_method if partition is None else partition)
+            self._stage_of = self._divided(layers, stages, self.partition_method if partition is None else partition)
         elif self.num_stages != stages or partition not in (None, "parameters", self.partition_method):
             raise ValueError(
                 f"PipelineModule: it was made with {self.num_stages} stages by {self.partition_method!r}, and the JSON "
@@ -152,11 +152,11 @@ class PipelineModule(nn.Module):
 
     def numbers(self, *stages: int) -> list[int]:
         """Those of the layers of these stages."""
-        return [number for number, stage in enumerate(self.stage_of) if stage in stages]
+        return [number for number, stage in enumerate(self._stage_of) if stage in stages]
 
     def prune(self, stages: Sequence[int]) -> None:
         """Take out what is of none of these stages."""
-        self.stages, here = tuple(stages), self.numbers(*stages)
+        self._stages, here = tuple(stages), self.numbers(*stages)
         keys = {getattr(self._layers[number], "key", None) for number in here}
         for name in {str(number) for number in range(len(self._layers)) if number not in here} & self._modules.keys():
             del self._modules[name]
@@ -166,7 +166,7 @@ class PipelineModule(nn.Module):
     def readers(self) -> dict[nn.Parameter, set[int]]:
         """The stages that have each parameter that is here."""
         found: dict[nn.Parameter, set[int]] = {}
-        for number, stage in enumerate(self.stage_of):
+        for number, stage in enumerate(self._stage_of):
             layer = self._module(number)
             for param in layer.parameters() if layer is not None else ():
                 found.setdefault(param, set()).add(stage)
@@ -198,11 +198,11 @@ class PipelineModule(nn.Module):
     @property
     def forward_funcs(self) -> list[Callable[[Any], Any]]:
         """What is called for each layer of this rank."""
-        return [self._call(number) for number in self.numbers(*self.stages)]
+        return [self._call(number) for number in self.numbers(*self._stages)]
 
     def forward(self, forward_input: Any) -> Any:
         """Run the layers of this rank."""
-        return self._through(self.numbers(*self.stages), forward_input)
+        return self._through(self.numbers(*self._stages), forward_input)
 
     def run(self, stage: int, values: Any, batch: Batch) -> Any:
         """The layers of a stage, from what the one before has given."""
@@ -231,7 +231,7 @@ class PipelineModule(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each layer that is a module by itself."""
-        for module in filter(None, map(self._module, self.numbers(*self.stages))):
+        for module in filter(None, map(self._module, self.numbers(*self._stages))):
             module.compile(*args, **kwargs)
 
 

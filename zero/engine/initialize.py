@@ -126,7 +126,7 @@ def initialize(
     keep_cuts(model)
     layers_are_cut = any(cut_of(param) is not None for param in model.parameters())
     layered = isinstance(model, PipelineModule)
-    data = data_ranks(mesh_param, device_mesh, mpu, layers_are_cut, model.sizes if layered else {})
+    data = data_ranks(mesh_param, device_mesh, mpu, layers_are_cut, model._sizes if layered else {})
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
     settings = _load(source, data, stand_ins, assigned, model)
