@@ -47,6 +47,7 @@ def kinds_of_layers(tied: bool) -> list[Any]:
         zero.LayerSpec(Twice, WIDTH),
         Twice(WIDTH),
         lambda pair: pair[0] * pair[1],
+        nn.Sequential(),
         torch.relu,
         zero.LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False),
         last,
@@ -79,7 +80,7 @@ def test_layers_of_all_kinds_train_as_in_one_process(pool: Any, stage, gather, i
     compare(two, one[0])
     assert [each.seen for each in two] == [
         ["0.weight", "0.bias", "1.linear.weight", "1.linear.bias"],
-        ["2.linear.weight", "2.linear.bias", "5.weight", "7.weight", "7.bias"],
+        ["2.linear.weight", "2.linear.bias", "6.weight", "8.weight", "8.bias"],
     ]
 
 
@@ -161,7 +162,7 @@ def test_a_subclass_may_be_built_twice(pool: Any):
     one = pool.run(1, grown, json_of(0, 1, MICRO_BATCHES), 1)
     two = pool.run(2, grown, json_of(0, 1, MICRO_BATCHES), 2)
     compare(two, one[0])
-    assert [each.seen for each in two] == [5, 4]
+    assert [each.seen for each in two] == [6, 4]
 
 
 def answers(json: dict[str, Any]) -> list[Any]:
@@ -231,6 +232,10 @@ def test_the_files_of_layers_are_read(pool: Any, tmp_path: Path, stage):
 MISTAKES = {
     "two stages share": (lambda one: {"layers": [one, nn.Tanh(), nn.Tanh(), one]}, "layers 0 and 3 share a parameter"),
     "loss": (lambda one: {"layers": [one, nn.Tanh()], "loss_fn": one}, "make it the last layer"),
+    "way": (
+        lambda one: {"layers": [one, nn.Tanh()], "partition_method": "profile"},
+        "got 'profile'; wanted 'parameters'",
+    ),
     "few layers": (lambda one: {"layers": [one]}, "1 layers are fewer than the 2 stages"),
     "no layer": (lambda one: {"layers": [one, 5]}, "layer 1 is of int; wanted what can be called"),
     "ranks": (

@@ -110,10 +110,8 @@ class PipelineModule(nn.Module):
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self.tied_modules:
                 self.tied_modules[layer.key] = layer.build()
-            for name in layer.tied_weight_attr:
-                functools.reduce(
-                    getattr, name.split("."), self.tied_modules[layer.key]
-                )  # AttributeError where it lacks
+            for name in layer.tied_weight_attr:  # AttributeError where it is not there
+                functools.reduce(getattr, name.split("."), self.tied_modules[layer.key])
         elif isinstance(layer, (LayerSpec, nn.Module)):
             self.add_module(str(number), layer.build() if isinstance(layer, LayerSpec) else layer)
         elif not callable(layer):
@@ -121,7 +119,8 @@ class PipelineModule(nn.Module):
 
     def _divided(self, layers: Sequence[Any], stages: int, partition: Any) -> list[int]:
         """The stage of each of these."""
-        starts = starts_of([*map(_kind, self._layers)], lambda: [*map(_numel, layers)], stages, partition)
+        kinds = [*map(_kind, self._layers)]
+        starts = starts_of(kinds, lambda: [*map(_numel, layers)], stages, partition) if stages > 1 else [0]
         stage_of = [bisect(starts, number) - 1 for number in range(len(layers))]
         seen: dict[nn.Parameter, int] = {}
         for number, layer in enumerate(layers):
@@ -137,9 +136,7 @@ class PipelineModule(nn.Module):
     def in_stages(self, stages: int, partition: Any, said: Mapping[str, int]) -> PipelineModule:
         """Divide it, if it is not; ValueError where it is, in another way."""
         if said:
-            raise ValueError(
-                "pipeline.stage_map: not for a PipelineModule; its layers are divided by pipeline.partition"
-            )
+            raise ValueError("pipeline.stage_map: not for a PipelineModule; pipeline.partition divides its layers")
         if self.num_stages is None:
             layers = [self._module(number) for number in range(len(self._layers))]
             self._stage_of = self._divided(layers, stages, self.partition_method if partition is None else partition)
@@ -158,8 +155,8 @@ class PipelineModule(nn.Module):
         """Take out what is of none of these stages."""
         self._stages, here = tuple(stages), self.numbers(*stages)
         keys = {getattr(self._layers[number], "key", None) for number in here}
-        for name in {str(number) for number in range(len(self._layers)) if number not in here} & self._modules.keys():
-            del self._modules[name]
+        for number in {*range(len(self._layers))} - {*here}:
+            self._modules.pop(str(number), None)
         for key in {*self.tied_modules} - keys:
             del self.tied_modules[key]
 
@@ -183,7 +180,7 @@ class PipelineModule(nn.Module):
         """What is called for a layer that is here."""
         layer, module = self._layers[number], self._module(number)
         if module is None or getattr(layer, "forward_fn", None) is None:
-            return module or layer
+            return layer if module is None else module
         return functools.partial(as_forward, module, functools.partial(layer.forward_fn, module))
 
     def name_of(self, name: str) -> str | None:
@@ -212,7 +209,8 @@ class PipelineModule(nn.Module):
     def _through(self, numbers: Sequence[int], value: Any) -> Any:
         every, kinds = self.activation_checkpoint_interval, self.checkpointable_layers
         runs = self._runs[numbers[0]] = self._runs.get(numbers[0], 0) + 1
-        for some in (numbers[at : at + (every or 1)] for at in range(0, len(numbers), every or 1)):
+        for at in range(0, len(numbers), every or len(numbers)):
+            some = numbers[at : at + (every or len(numbers))]
             call = functools.partial(self._some, some, self.base_seed * (runs + 1))
             known = kinds is None or all(_kind(self._layers[number]) in kinds for number in some)
             if every and known and torch.is_grad_enabled():

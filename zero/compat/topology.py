@@ -97,14 +97,10 @@ class PipelineParallelGrid(GridGroups):
             for prime in _prime_factors(world)[::2]:
                 stages *= prime
             topology = PipeDataParallelTopology(stages, world // stages)
-        if topology.world_size() != world:
-            raise ValueError(
-                f"PipelineParallelGrid: got a topology of {topology.world_size()}; there are {world} ranks"
-            )
-        if topology.axes != [axis for axis in ("pipe", "data", "model") if axis in topology.axes]:
-            raise ValueError(
-                f"PipelineParallelGrid: got axes {topology.axes}; wanted pipe, data and model, in this order"
-            )
+        axes = [axis for axis in ("pipe", "data", "model") if axis in topology.axes]
+        if topology.axes != axes or topology.world_size() != world:
+            said = f"got axes {topology.axes} of sizes {topology.dims}; there are {world} ranks"
+            raise ValueError(f"PipelineParallelGrid: {said}, and axes are pipe, data and model, in this order")
         sizes = {"pp": topology.get_dim("pipe") or 1, "tp": topology.get_dim("model") or 1}
         super().__init__(Grid(world, sizes))
         self._topo, self.global_rank, self.world_size = topology, dist.get_rank(), world
@@ -117,14 +113,6 @@ class PipelineParallelGrid(GridGroups):
     get_slice_parallel_rank = partialmethod(GridGroups._rank, "tp")
     get_slice_parallel_world_size = partialmethod(GridGroups._size, "tp")
     get_slice_parallel_group = partialmethod(GridGroups._group, "tp")
-
-    def topology(self) -> ProcessTopology:
-        """The one it was made from."""
-        return self._topo
-
-    def get_global_rank(self) -> int:
-        """This process among all."""
-        return self.global_rank
 
     def stage_to_global(self, stage_id: int, **places: int) -> int:
         """The rank that has a stage of this rank's pipeline, or of the one at other places along the other axes."""

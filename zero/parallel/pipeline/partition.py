@@ -68,17 +68,19 @@ def starts_of(
                 f"that make up {len(kinds)}"
             )
         return [sum(partition[:stage]) for stage in range(stages)]
-    if partition == "uniform":
+    if partition.lower() == "uniform":
         weights = [1.0] * len(kinds)
-    elif partition.startswith("type:"):
+    elif partition.lower().startswith("type:"):
         kind = re.compile(partition[len("type:") :], re.IGNORECASE)
         weights = [float(bool(kind.search(each))) for each in kinds]
         if sum(weights) < stages:
             raise ValueError(
                 f"pipeline.partition: '{partition}' finds {int(sum(weights))} layers, and there are {stages} stages"
             )
-    else:
+    elif partition.lower() in ("parameters", "best", "time"):
         weights = numels()
+    else:
+        raise ValueError(f"partition: got {partition!r}; wanted 'parameters', 'uniform' or 'type:regex'")
     return balanced([weight + _LEAST * sum(weights) + _LEAST for weight in weights], stages)
 
 

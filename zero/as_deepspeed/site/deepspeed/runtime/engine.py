@@ -19,6 +19,7 @@ from deepspeed.utils.logging import log_dist
 from torch import nn
 
 import zero
+from zero.compat.names import instead
 from zero.config.read import read
 from zero.engine import pipeline_engine
 from zero.log import log_once
@@ -51,8 +52,17 @@ class DeepSpeedEngine(zero.Engine):
         return None if self.optimizer is not None and self.optimizer.overflow else super().get_global_grad_norm()
 
 
+class _Inside:
+    """A name of a class that programs change, and that is not in zero."""
+
+    def __get__(self, engine: Any, kind: type) -> Any:
+        raise AttributeError(f"'{kind.__name__}' has no _INSTRUCTION_MAP{instead('engine._INSTRUCTION_MAP')}")
+
+
 class PipelineEngine(DeepSpeedEngine, pipeline_engine.PipelineEngine):
     """That of a model in stages."""
+
+    _INSTRUCTION_MAP = _Inside()
 
 
 @functools.wraps(zero.initialize)
