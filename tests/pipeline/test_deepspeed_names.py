@@ -263,7 +263,8 @@ def refused() -> dict[str, str]:
 def in_another_order() -> None:
     with pytest.raises(ValueError, match="pipe must be its first axis"):
         zero.PipelineModule([nn.Tanh(), nn.Tanh()], topology=ProcessTopology(["data", "pipe"], [2, 2]))
-    zero.init_distributed()
+    with zero.Init(), pytest.raises(ValueError, match=r"inside zero.Init: a rank builds its own layers only"):
+        zero.PipelineModule([nn.Tanh(), nn.Tanh()], 2)
 
 
 def of_two_minds(json: dict[str, Any]) -> list[str]:

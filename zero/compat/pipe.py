@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.core.hooks import as_forward
+from zero.core.init.builder import running
 from zero.data import seed_everything
 from zero.parallel.pipeline.partition import starts_of
 from zero.parallel.pipeline.stage import Batch
@@ -245,6 +246,8 @@ def _place(num_stages: int | None, topology: Any) -> tuple[dict[str, int], int]:
         raise ValueError(
             f"PipelineModule: got {stages} stages of {said} ranks; wanted a multiple, and there are {ranks}"
         )
+    if stages > 1 and running() is not None:  # it would wait for the other ranks, which build other layers
+        raise ValueError("PipelineModule inside zero.Init: a rank builds its own layers only; build it outside")
     if topology is not None and topology.get_axis_list("pipe", 0) != [*range(world // stages)]:
         raise ValueError(f"PipelineModule: got a topology of {topology.get_axis_names()}; pipe must be its first axis")
     return sizes, rank // (world // stages)
