@@ -44,6 +44,9 @@ _HOMES = {
     "tile_loss": "zero.tiled.loss",
     "tile_mlp": "zero.tiled.mlp",
     "groups": "zero.compat.mpu",
+    "LayerSpec": "zero.compat.pipe",
+    "PipelineModule": "zero.compat.pipe",
+    "TiedLayerSpec": "zero.compat.pipe",
     "ConfigError": "zero.config",
 }
 _MODULES = ("checkpointing", "config", "core", "data", "engine", "kernels", "launch", "log", "optim", "plan", "utils")
@@ -53,6 +56,7 @@ __all__ = ["__version__", *_HOMES, *_MODULES]
 if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero import checkpointing, config, core, data, engine, kernels, launch, log, optim, plan, utils
     from zero.compat.mpu import groups
+    from zero.compat.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from zero.config import ConfigError
     from zero.core.access import GatheredParameters, register_external_parameter, unregister_external_parameter
     from zero.core.hooks import register_forward_method

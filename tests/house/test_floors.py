@@ -33,7 +33,7 @@ FLOORS = {
         3: "memory",
         4: "core",
         5: "parallel examples optim data checkpoint recompute monitor compat.mpu compat.getters",
-        6: "sizes tiled compat.deepspeed_files compat.import_deepspeed compat.ulysses",
+        6: "sizes tiled compat.deepspeed_files compat.import_deepspeed compat.pipe compat.topology compat.ulysses",
         7: "engine utils checkpointing",
         8: "tools",
         9: "zero __main__ lightning",

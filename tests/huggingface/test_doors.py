@@ -107,19 +107,19 @@ def test_a_door_that_comes_too_late_is_refused(script: Path) -> None:
 def test_importing_it_brings_no_torch_and_what_is_missing_is_said(script: Path) -> None:
     code = (
         "import sys, deepspeed\nprint('torch' in sys.modules)\n"
-        "for what in (lambda: deepspeed.PipelineModule, lambda: deepspeed.runtime.zero.no):\n"
+        "for what in (lambda: deepspeed.OnDevice, lambda: deepspeed.runtime.zero.no):\n"
         "    try:\n        what()\n    except AttributeError as error:\n        print(error)\n"
     )
     assert run(f"{PYTHON} -m zero.as_deepspeed -c {shlex.quote(code)}", script)[0] == [
         "False",
-        "deepspeed.PipelineModule is not in zero, which is here as deepspeed: zero has data parallelism only so far",
+        "deepspeed.OnDevice is not in zero, which is here as deepspeed: zero.Init, or torch.device as a context",
         "deepspeed.runtime.zero.no is not in zero, which is here as deepspeed: docs/deepspeed.md says what there is",
     ]
 
 
 def test_a_name_that_cannot_be_imported_keeps_what_to_use(script: Path) -> None:
     for module, name, use in (
-        ("deepspeed", "PipelineModule", "zero has data parallelism only so far"),
+        ("deepspeed", "OnDevice", "zero.Init, or torch.device as a context"),
         ("deepspeed.runtime.zero", "MiCS_Init", "`mics_shard_size` of the JSON; deepspeed.zero.Init does for it"),
     ):
         code = f"try:\n    from {module} import {name}\nexcept ImportError as error:\n    print(error, error.name)"

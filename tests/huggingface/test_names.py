@@ -133,18 +133,18 @@ KINDS = """
 import json
 import zero.as_deepspeed
 from deepspeed.moe.layer import MoE
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import DualPipeVModule
 from deepspeed.checkpoint.utils import get_model_ckpt_name_for_rank
 from deepspeed.git_version_info import torch_info
 from deepspeed.ops import __compatible_ops__, op_builder
 from deepspeed.utils.torch import required_torch_version
 
-class Pipe(PipelineModule):
+class Pipe(DualPipeVModule):
     def __init__(self):
         super().__init__(layers=[])
 
 said = {}
-for made in (MoE, LayerSpec, Pipe, get_model_ckpt_name_for_rank, op_builder.FusedAdamBuilder().load):
+for made in (MoE, Pipe, get_model_ckpt_name_for_rank, op_builder.FusedAdamBuilder().load):
     try:
         made()
     except NotImplementedError as error:
@@ -159,7 +159,7 @@ print(json.dumps([said, there, torch]))
 
 def test_what_is_refused_can_be_imported_and_says_what_to_use_where_it_is_made(answers: list[Any]) -> None:
     said, there, versions = answers[1]
-    names = ["moe.layer.MoE", "pipe.LayerSpec", "pipe.PipelineModule", "checkpoint.utils.get_model_ckpt_name_for_rank"]
+    names = ["moe.layer.MoE", "pipe.DualPipeVModule", "checkpoint.utils.get_model_ckpt_name_for_rank"]
     for text, name in zip(said.values(), [f"deepspeed.{name}" for name in names], strict=False):
         assert text == f"{name} is not in zero, which is here as deepspeed: {INSTEAD[name]}"
     assert said["load"].startswith("FusedAdamBuilder.load(): zero, which is here as deepspeed, has no such module")

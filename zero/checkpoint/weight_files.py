@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -73,6 +74,8 @@ def _of_folder(path: Path) -> tuple[Path, Index]:
         return path, read_index(path)
     if (path / LATEST).exists():
         return find(path, None)
+    if layers := sorted(path.glob("layer_*-model_states.pt")):
+        return path, _of_layers(path, layers)
     for pattern in (f"*.safetensors{_SHARDS}", "*.safetensors", f"*.bin{_SHARDS}", "*.bin"):
         candidates = sorted(path.glob(pattern))
         preferred = [each for each in candidates if each.name.split(".")[0] in _FIRST]
@@ -83,6 +86,17 @@ def _of_folder(path: Path) -> tuple[Path, Index]:
             names = ", ".join(each.name for each in candidates)
             raise Damaged(f"{path} holds several models: {names}; name one of them")
     raise Damaged(f"{path} holds no safetensors file, no .bin file and no checkpoint of zero")
+
+
+def _of_layers(path: Path, files: Sequence[Path]) -> Index:
+    """What a pipeline of DeepSpeed has written of each layer, its number before the names."""
+    if parts := [each.name for each in files if re.search("-model_0*[1-9]", each.name)]:
+        raise ValueError(
+            f"{path} has {parts[0]}: layers that are cut are not put together; save them at tensor parallel 1"
+        )
+    numbers = [int(each.name.removeprefix("layer_").partition("-")[0]) for each in files]
+    held = zip(numbers, _all_contents(files)[0].values(), strict=True)
+    return _index(path.name, {f"{at}.{name}": each for at, stored in held for name, each in stored.items()}, {})
 
 
 def _of_files(paths: Sequence[Path]) -> tuple[Path, Index]:

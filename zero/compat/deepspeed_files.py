@@ -118,7 +118,10 @@ def open_files(folder: Path) -> Files:
 def _only_zero(folder: Path, names: Sequence[str]) -> None:
     layers = [name for name in names if name.startswith(("layer_", "expp_"))]
     if layers:
-        raise ValueError(f"{folder} has {layers[0]}: checkpoints of pipelines and of experts are not read yet")
+        raise ValueError(
+            f"{folder} has {layers[0]}: checkpoints of pipelines and of experts are not converted; zero.load_weights "
+            "takes the weights of a pipeline's layers into a PipelineModule"
+        )
     parallel = [match[0] for match in map(_MODEL.fullmatch, names) if match and int(match[2])]
     if parallel:
         raise ValueError(f"{folder} has {parallel[0]}: checkpoints of tensor parallelism are not read yet")

@@ -11,6 +11,7 @@ _NOT_BUILT = "the feature that it steers is not in zero; leave it out"
 _DECIDES = "the JSON decides: what there is a key for needs no module of its own"
 _CALLS_ENGINE = "the methods of the engine, which has no part with this name"
 _TRAINS = "zero trains; engine.generate writes texts with what it trains, and serving is for others"
+_SCHEDULES = "`pipeline.schedule` of the JSON, and zero.plan.pipeline.Schedule, which has what each rank does"
 _INSIDE = "zero keeps its state in another way: zero.utils.safe_get_full_fp32_param and its like read and write it"
 
 INSTEAD: Mapping[str, str] = {
@@ -25,8 +26,6 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.log_dist": "logging, where torch.distributed.get_rank() is 0",
     "deepspeed.init_inference": "engine.generate, with the engine in eval",
     "deepspeed.tp_model_init": _ONE_KIND,
-    "deepspeed.PipelineModule": _ONE_KIND,
-    "deepspeed.PipelineEngine": _ONE_KIND,
     "deepspeed.OnDevice": "zero.Init, or torch.device as a context",
     "deepspeed.DeepSpeedHybridEngine": "engine.generate",
     "deepspeed.runtime.zero.MiCS_Init": "`mics_shard_size` of the JSON; deepspeed.zero.Init does for it",
@@ -52,9 +51,7 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.nebula": "engine.save_checkpoint, which writes beside the loop",
     "deepspeed.datastates": "engine.save_checkpoint, which writes beside the loop",
     "deepspeed.nvme": "nothing: `fio` measures a drive",
-    "deepspeed.pipe.PipelineModule": _ONE_KIND,
-    "deepspeed.pipe.LayerSpec": _ONE_KIND,
-    "deepspeed.pipe.TiedLayerSpec": _ONE_KIND,
+    **dict.fromkeys(("deepspeed.pipe.DualPipeVModule", "deepspeed.runtime.pipe.DualPipeVModule"), _SCHEDULES),
     "deepspeed.sequence.layer.DistributedAttention": "zero.attention, and `sequence_parallel_size` of the JSON",
     "deepspeed.add_tuning_arguments": "the section `scheduler` of the JSON",
     "deepspeed.profiling.flops_profiler.FlopsProfiler": "get_model_profile there, or `flops_profiler` of the JSON",
@@ -89,18 +86,17 @@ INSTEAD: Mapping[str, str] = {
     },
     "deepspeed.moe.experts": _ONE_KIND,
     "deepspeed.profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler.get_model_profile",
-    "deepspeed.runtime.checkpoint_engine": "engine.save_checkpoint, which writes beside the loop",
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine": "engine.save_checkpoint",
     "deepspeed.runtime.fp16.loss_scaler": "engine.optimizer.loss_scaler",
     "deepspeed.runtime.precision_config": "deepspeed.DeepSpeedConfig, which has the sections fp16 and bf16",
     "deepspeed.runtime.state_dict_factory": "zero.load_weights",
     "deepspeed.runtime.torch_autocast": "`torch_autocast` of the JSON",
     "deepspeed.runtime.zero.linear": "torch.nn.Linear, which keeps no gathered weight here",
-    "deepspeed.runtime.activation_checkpointing": "deepspeed.checkpointing",
     "deepspeed.runtime.config_utils": "zero.config",
     "deepspeed.runtime.compiler": "engine.compile() and engine.is_compiled",
     "deepspeed.runtime.dataloader": "deepspeed.utils.RepeatingLoader, and engine.deepspeed_io",
     "deepspeed.runtime.hybrid_engine": "engine.generate",
-    "deepspeed.runtime.pipe": _ONE_KIND,
+    **dict.fromkeys(("engine._INSTRUCTION_MAP", "deepspeed.runtime.pipe.schedule"), _SCHEDULES),
     "deepspeed.runtime.rollout": "engine.generate and engine.stream_weights",
     "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP": "zero.tile_mlp",
     "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss": "zero.tile_loss",

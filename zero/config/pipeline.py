@@ -4,7 +4,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from zero.config.unavailable import NOTHING_TO_SET, Unavailable
+from zero.config.unavailable import NOTHING_TO_SET
 from zero.config.values import Bool, Count, Partition, Places, Positive, PositiveOrAuto, Section, choice
 
 
@@ -50,7 +50,8 @@ class Pipeline(Section):
     gather: choice("step", "use") = "step"
     """Where parameters are cut: whole from a stage's first use in a step to its last; or gathered for each use."""
     seed_layers: Annotated[Bool, NOTHING_TO_SET] = False
-    activation_checkpoint_interval: Annotated[Count, Unavailable("set zero.recompute instead")] = 0
+    activation_checkpoint_interval: Count = 0
+    """Of a `PipelineModule`, recompute runs of so many layers; 0 for none. Else `zero.recompute` says it."""
     pipe_partitioned: Annotated[Bool, NOTHING_TO_SET] = True
     grad_partitioned: Annotated[Bool, NOTHING_TO_SET] = True
     use_reentrant: Annotated[Bool, NOTHING_TO_SET] = True

@@ -376,7 +376,7 @@ def _dtype_name(param: nn.Parameter, dtype: torch.dtype, name: str, compute_dtyp
 def _tree(module: nn.Module, named: dict[nn.Parameter, str], path: str = "") -> ModuleNode:
     own = tuple(named[param] for param in module._parameters.values() if param is not None)
     children = tuple(_tree(child, named, f"{path}.{name}" if path else name) for name, child in module.named_children())
-    repeats = isinstance(module, (nn.ModuleList, nn.Sequential))
+    repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) or getattr(module, "children_repeat", False)
     kind = type(module).__name__
     return ModuleNode(path, kind, own, children, repeats, z3_leaf_module(module), is_apart(module))
 

@@ -80,12 +80,17 @@ class DataRanks(NamedTuple):
 
 
 def data_ranks(
-    mesh_param: Any = None, device_mesh: Any = None, mpu: Any = None, layers_are_cut: bool = False
+    mesh_param: Any = None,
+    device_mesh: Any = None,
+    mpu: Any = None,
+    layers_are_cut: bool = False,
+    layered: Mapping[str, int] = MappingProxyType({}),
 ) -> DataRanks:
     """What the arguments of one call say; collective where a mesh needs a process group of its own.
 
     layers_are_cut: some parameter is known as a part of a larger one, so that the ranks of `mpu` that share layers are
-    taken into the grid; else each works with the ranks of its data-parallel group only.
+    taken into the grid; else each works with the ranks of its data-parallel group only. layered: what a PipelineModule
+    says of their grid.
 
     Raises ValueError for arguments that do not fit together, ConfigError for sizes that do not fit the ranks there are.
     """
@@ -93,7 +98,9 @@ def data_ranks(
     known = dist.is_initialized()
     world, rank = (dist.get_world_size(), dist.get_rank()) if known else (1, 0)
     if not name:
-        return DataRanks(None, world, rank)
+        return DataRanks(None, world, rank, layered, "PipelineModule" if layered else "")
+    if layered:
+        raise ValueError(f"initialize(): got {name}, and a PipelineModule that says the ranks of its stages; keep one")
     if name == "mpu":
         return _of_mpu(value, layers_are_cut)
     if isinstance(value, DeviceMesh):

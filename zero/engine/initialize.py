@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from zero.compat.pipe import PipelineModule
 from zero.config import Config, load
 from zero.config.grid_sizes import Told
 from zero.config.optimizers import MuonParams
@@ -52,6 +53,7 @@ from zero.engine.engine import Engine
 from zero.engine.feed import first_batch, parts_of
 from zero.engine.forward_only import follower, hand_over, sharer
 from zero.engine.joining import init_distributed, refuse_alone
+from zero.engine.pipeline_engine import PipelineEngine
 from zero.engine.precision import make_loss_scaler
 from zero.launch.contract import INITIALIZED
 from zero.log import counted, rank_zero, set_level
@@ -122,7 +124,9 @@ def initialize(
     source = resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
     keep_cuts(model)
-    data = data_ranks(mesh_param, device_mesh, mpu, any(cut_of(param) is not None for param in model.parameters()))
+    layered = isinstance(model, PipelineModule)
+    cut = any(cut_of(param) is not None for param in model.parameters())
+    data = data_ranks(mesh_param, device_mesh, mpu, cut, model._sizes if layered else {})
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
     settings = _load(source, data, stand_ins, assigned, model)
@@ -130,7 +134,9 @@ def initialize(
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
     loader, place = None, data.place(settings.grid)
     if training_data is not None:
-        loader = make_loader(settings, device, place, training_data, collate_fn=collate_fn)
+        # In the order of the dataset for a PipelineModule, as DeepSpeed takes it.
+        how = {"route": "eval" if layered else "train", "collate_fn": collate_fn}
+        loader = make_loader(settings, device, place, training_data, **how)
     if assigned is not None and assigned.plain:
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
@@ -212,7 +218,8 @@ def _make_engine(
                 how = zero.context, not data.cuts_sequences, data.training_only
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
             over = meshes.along(*DATA)
-            engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing, stages)
+            made_by = Engine if stages is None else PipelineEngine
+            engine = made_by(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing, stages)
     except BaseException:
         recomputing.undo()
         if sharing is not None:
@@ -321,12 +328,20 @@ def _divided(
 
     An exception inside leaves the model whole.
     """
-    if loss_fn is None and "stages" not in settings.pipeline.model_fields_set:
+    section, layered = settings.pipeline, isinstance(model, PipelineModule)
+    if layered:
+        model.activation_checkpoint_interval = (
+            section.activation_checkpoint_interval or model.activation_checkpoint_interval
+        )
+        loss_fn = model.loss_fn if loss_fn is None else loss_fn
+    elif section.activation_checkpoint_interval:
+        raise ValueError("pipeline.activation_checkpoint_interval: is for a PipelineModule; set zero.recompute instead")
+    elif loss_fn is None and "stages" not in section.model_fields_set:
         yield None
         return
     call = None
     if sample is not None:
-        args, kwargs, _ = parts_of(sample, isinstance(model, nn.Sequential), loss_fn is not None)
+        args, kwargs, _ = parts_of(sample, layered or isinstance(model, nn.Sequential), loss_fn is not None)
         call = functools.partial(model, *args, **kwargs)
     found = pipelined(model, settings, settings.grid.ranks("pp", rank).index(rank), loss_fn, call)
     try:

@@ -29,7 +29,7 @@ from zero.watchdog.hang_report import Phase
 class Pipeline:
     """What an engine does with the stages of this rank.
 
-    feed: where micro-batches come from.
+    feed: where micro-batches come from; stepping: `train_batch` is in its step.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Pipeline:
         data: Axis,
     ) -> None:
         config = accumulation.config
-        self.pipelined = pipelined
+        self.pipelined, self.stepping = pipelined, False
         self._training, self._accumulation, self._sharded = training, accumulation, sharded
         self._status, self._data = status, data
         self._along = sharded.meshes.along("pp")
@@ -98,7 +98,11 @@ class Pipeline:
             self._training.abandon()
             raise
         self._status.micro_steps += config.gradient_accumulation_steps - 1
-        step()
+        self.stepping = True
+        try:
+            step()
+        finally:
+            self.stepping = False
         found = torch.cat(results)
         counts = found[:, 2].sum() if config.counted else torch.ones_like(found[0, 0])
         return self._over_data((found[:, 0] * found[:, 1]).sum(), counts)

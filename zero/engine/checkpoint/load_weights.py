@@ -16,6 +16,7 @@ from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import dtype_name
 from zero.checkpoint.verify import check_headers
 from zero.checkpoint.weight_files import sort_out, weights_at
+from zero.compat.pipe import PipelineModule
 from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import cut_of, owner_of
 from zero.core.state import State
@@ -52,7 +53,8 @@ def load_weights(
     module a collective.
     path: a safetensors file, or one of torch.save (.bin, .pt, .pth, .ckpt) that holds tensors by name and nothing that
     could run code; several such files of one folder; a folder of Hugging Face, with one file or shards and their index;
-    or a checkpoint (its folder, or that of the run), from whose masters the weights are exact.
+    a checkpoint (its folder, or that of the run), from whose masters the weights are exact; or, for a PipelineModule,
+    that folder of DeepSpeed's which has files layer_XX-model_states.pt.
     strict: False: what only one side has is left as it is, with a warning that names it.
     rename: gives the model's name for each of the files, or None for what is to be left out.
 
@@ -60,6 +62,9 @@ def load_weights(
     them holds some 100 MiB besides. Raises ValueError, before anything is changed, with all differences of names,
     shapes and kinds of dtype, and for files that are none of these.
     """
+    module = target.module if isinstance(target, Engine) else target
+    if rename is None and isinstance(module, PipelineModule):
+        rename = module.name_of
     place = Path(path) if isinstance(path, (str, Path)) else [Path(each) for each in path]
 
     def look(buffers: Collection[str], axis: Axis) -> tuple[Path, Index]:

@@ -50,7 +50,7 @@ class Pipelined:
         """The stages here, of which units have the parameters by now."""
         found = []
         for index in self.here:
-            params = self.divided.parameters(index)
+            params = [param for param, stages in self.divided.readers().items() if index in stages]
             units = list(
                 {owner.unit.index: owner.unit for owner in map(owner_of, params) if owner is not None}.values()
             )
@@ -69,19 +69,28 @@ def pipelined(
 
     call: as of `divide`. ValueError for what cannot be divided.
     """
-    section, schedule = settings.pipeline, of_section(settings)
-    stages = len(schedule.places)
+    schedule = of_section(settings)
+    divided = _divided(model, len(schedule.places), settings, call)
+    _tie(divided, schedule)
+    before, here = set(model.parameters()), schedule.stages(place)
+    divided.prune(here)
+    one_input = isinstance(model, nn.Sequential) or not isinstance(divided, Divided)
+    elsewhere = before - set(model.parameters())
+    return Pipelined(divided, schedule, here, one_input, loss_fn, elsewhere)
+
+
+def _divided(model: nn.Module, stages: int, settings: Config, call: Callable[[], Any] | None) -> Any:
     if any(isinstance(each, Elsewhere) for each in model.modules()):
         raise ValueError(
             "initialize(): an engine has divided this model before, and a part of it is left; make it anew"
         )
+    section = settings.pipeline
+    said = section.partition if "partition" in section.model_fields_set else None
+    in_stages = getattr(model, "in_stages", None)  # of a PipelineModule, which knows its layers
+    if in_stages is not None:
+        return in_stages(stages, said, section.stage_map, call)
     stage_of = divide(model, stages, section.partition, section.stage_map, call)
-    divided = (Trunk if is_pretrained(model) else Divided)(model, stage_of, stages)
-    _tie(divided, schedule)
-    before, here = set(model.parameters()), schedule.stages(place)
-    divided.prune(here)
-    one_input, elsewhere = isinstance(model, nn.Sequential), before - set(model.parameters())
-    return Pipelined(divided, schedule, here, one_input, loss_fn, elsewhere)
+    return (Trunk if is_pretrained(model) else Divided)(model, stage_of, stages)
 
 
 def _tie(divided: Divided, schedule: Schedule) -> None:

@@ -44,7 +44,9 @@ def divide(
             f"pipeline: {type(model).__name__} has {len(names)} layers, and there are {stages} stages; each wants one. "
             "Take fewer stages, or say by pipeline.stage_map which module is of which"
         )
-    starts = _starts(model, names, stages, partition, call)
+    modules = [model.get_submodule(name) for name in names]
+    kinds = [type(each).__name__ for each in modules]
+    starts = starts_of(kinds, lambda: _numels(model, names), stages, partition, lambda: times_of(modules, model, call))
     of_layer = {name: sum(start <= at for start in starts) - 1 for at, name in enumerate(names)}
     found, seen = {}, False
     for name in _apart(model, set(names)):
@@ -68,48 +70,56 @@ def layers(model: nn.Module) -> list[str]:
     return found
 
 
-def _starts(
-    model: nn.Module,
-    names: Sequence[str],
+def starts_of(
+    kinds: Sequence[str],
+    numels: Callable[[], list[float]],
     stages: int,
     partition: str | Sequence[int],
-    call: Callable[[], Any] | None,
+    times: Callable[[], list[float]],
 ) -> list[int]:
-    """Where each stage begins among the layers."""
+    """Where each stage begins among layers of these classes; `numels`, `times`: parameters and seconds of each."""
     if not isinstance(partition, str):
-        if len(partition) != stages or sum(partition) != len(names) or min(partition) < 1:
+        if len(partition) != stages or sum(partition) != len(kinds) or min(partition) < 1:
             raise ValueError(
                 f"pipeline.partition: got {list(partition)}; wanted {stages} numbers of layers, one for each stage, "
-                f"that make up {len(names)}"
+                f"that make up {len(kinds)}"
             )
         return [sum(partition[:stage]) for stage in range(stages)]
-    modules = [model.get_submodule(name) for name in names]
-    if partition == "uniform":
-        weights = [1.0] * len(names)
-    elif partition == "time":
-        weights = _times(modules, model, call)
-    elif partition.startswith("type:"):
+    if partition.lower() == "uniform":
+        weights = [1.0] * len(kinds)
+    elif partition.lower() == "time":
+        weights = times()
+    elif partition.lower().startswith("type:"):
         kind = re.compile(partition[len("type:") :], re.IGNORECASE)
-        weights = [float(bool(kind.search(type(each).__name__))) for each in modules]
+        weights = [float(bool(kind.search(each))) for each in kinds]
         if sum(weights) < stages:
             raise ValueError(
                 f"pipeline.partition: '{partition}' finds {int(sum(weights))} layers, and there are {stages} stages"
             )
+    elif partition.lower() in ("parameters", "best", "time"):
+        weights = numels()
     else:
-        weights = [float(sum(param.numel() for param in each.parameters())) for each in modules]
-        inside = {param for each in modules for param in each.parameters()}
-        first, last = (set() for _ in range(2))
-        seen = False
-        for name in _apart(model, set(names)):
-            seen = seen or name in names
-            (last if seen else first).update(set(_params(model, name)) - inside)
-        weights[0] += sum(param.numel() for param in first)
-        weights[-1] += sum(param.numel() for param in last - first)
+        raise ValueError(f"partition: got {partition!r}; wanted 'parameters', 'uniform' or 'type:regex'")
     return balanced([weight + _LEAST * sum(weights) + _LEAST for weight in weights], stages)
 
 
-def _times(modules: Sequence[nn.Module], model: nn.Module, call: Callable[[], Any] | None) -> list[float]:
-    """Seconds of each in a forward on a batch, on rank 0: the second one, in eval mode."""
+def _numels(model: nn.Module, names: Sequence[str]) -> list[float]:
+    """Of each layer, with what is before the first one and behind the last."""
+    modules = [model.get_submodule(name) for name in names]
+    weights = [float(sum(param.numel() for param in each.parameters())) for each in modules]
+    inside = {param for each in modules for param in each.parameters()}
+    first, last = (set() for _ in range(2))
+    seen = False
+    for name in _apart(model, set(names)):
+        seen = seen or name in names
+        (last if seen else first).update(set(_params(model, name)) - inside)
+    weights[0] += sum(param.numel() for param in first)
+    weights[-1] += sum(param.numel() for param in last - first)
+    return weights
+
+
+def times_of(modules: Sequence[nn.Module | None], model: nn.Module, call: Callable[[], Any] | None) -> list[float]:
+    """Seconds of each in a forward on a batch, on rank 0: the second one, in eval mode; collective. None takes 0."""
     if call is None:
         raise ValueError(
             "pipeline.partition: 'time' runs the model on the first batch of training_data=, and initialize() has "
@@ -128,8 +138,9 @@ def _times(modules: Sequence[nn.Module], model: nn.Module, call: Callable[[], An
     def ends(at: int, *_: Any) -> None:
         times[at] = now() - started[at]
 
-    handles = [each.register_forward_pre_hook(partial(begins, at)) for at, each in enumerate(modules)]
-    handles += [each.register_forward_hook(partial(ends, at)) for at, each in enumerate(modules)]
+    there = [(at, each) for at, each in enumerate(modules) if each is not None]
+    handles = [each.register_forward_pre_hook(partial(begins, at)) for at, each in there]
+    handles += [each.register_forward_hook(partial(ends, at)) for at, each in there]
     trained = model.training
     try:
         with torch.no_grad(), torch.random.fork_rng():

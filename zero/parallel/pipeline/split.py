@@ -92,10 +92,6 @@ class Divided:
         self._pruned.append((table, name, table[name]))
         table[name] = value
 
-    def parameters(self, stage: int) -> list[nn.Parameter]:
-        """Those that the modules of a stage read."""
-        return [param for name, at in self.stage_of.items() if at == stage for param in self._of(name)]
-
     def readers(self) -> dict[nn.Parameter, set[int]]:
         """The stages that read each parameter."""
         found: dict[nn.Parameter, set[int]] = {}

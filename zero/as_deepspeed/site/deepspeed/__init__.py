@@ -30,6 +30,8 @@ __getattr__ = finder(
         "checkpointing": "zero.checkpointing:",
         "initialize": "deepspeed.runtime.engine",
         "DeepSpeedEngine": "deepspeed.runtime.engine",
+        "PipelineEngine": "deepspeed.runtime.engine",
+        "PipelineModule": "zero",
         "DeepSpeedConfig": "deepspeed.runtime.config",
         "DeepSpeedConfigError": "deepspeed.runtime.config",
         "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer",

@@ -24,6 +24,10 @@ _ZERO = "register_external_parameter unregister_external_parameter TiledLinear"
 _ULYSSES = "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"
 _SHARING = "_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size"
 _SECTIONS = {"": "ZeroOptimization", "OffloadOptimizer": "OffloadOptimizer", "OffloadParam": "OffloadParam"}
+_LAYERS = _from("zero.compat.pipe", "PipelineModule LayerSpec TiedLayerSpec")
+_TOPOLOGIES = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
+_RECOMPUTING = "checkpoint configure get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed "
+_RECOMPUTING += "non_reentrant_checkpoint reset"
 
 MODULES = {
     "checkpoint": Names(modules="utils"),
@@ -41,15 +45,24 @@ MODULES = {
     "ops.aio": Names({"AsyncIOBuilder": "deepspeed.ops.op_builder"}),
     "ops.lamb": Names(_from(_FUSED, "FusedLamb")),
     "ops.lion": Names(_from(_FUSED, "DeepSpeedCPULion FusedLion")),
-    "pipe": Names(refused=("PipelineModule", "LayerSpec", "TiedLayerSpec")),
+    "pipe": Names(_LAYERS, ("DualPipeVModule",)),
     "profiling": Names(modules="flops_profiler"),
     "runtime": Names(
-        modules="base_optimizer bf16_optimizer config engine fp16 lr_schedules sequence_parallel utils zero"
+        modules="activation_checkpointing base_optimizer bf16_optimizer checkpoint_engine config engine fp16 "
+        "lr_schedules pipe sequence_parallel utils zero"
     ),
+    "runtime.activation_checkpointing": Names(modules="checkpointing"),
+    "runtime.activation_checkpointing.checkpointing": Names(_from("zero.checkpointing", _RECOMPUTING)),
     "runtime.bf16_optimizer": Names(_from(_OPTIMIZERS, "BF16_Optimizer")),
+    "runtime.checkpoint_engine": Names(modules="torch_checkpoint_engine"),
+    "runtime.checkpoint_engine.torch_checkpoint_engine": Names(refused=("TorchCheckpointEngine",)),
     "runtime.fp16": Names(modules="fused_optimizer unfused_optimizer"),
     "runtime.fp16.fused_optimizer": Names(_from(_OPTIMIZERS, "FP16_Optimizer")),
     "runtime.fp16.unfused_optimizer": Names({"FP16_UnfusedOptimizer": f"{_OPTIMIZERS}:FP16_Optimizer"}),
+    "runtime.pipe": Names(_LAYERS, ("DualPipeVModule",), "engine module topology"),
+    "runtime.pipe.engine": Names(_from("deepspeed.runtime.engine", "PipelineEngine")),
+    "runtime.pipe.module": Names(_LAYERS),
+    "runtime.pipe.topology": Names(_from("zero.compat.topology", f"{_TOPOLOGIES} _prime_factors")),
     "runtime.sequence_parallel": Names(modules="ulysses_sp"),
     "runtime.sequence_parallel.ulysses_sp": Names(_from("zero.compat.ulysses", _ULYSSES)),
     "runtime.utils": Names(_from(_HELPERS, "see_memory_usage set_random_seed move_to_device clip_grad_norm_")),

@@ -19,7 +19,9 @@ from deepspeed.utils.logging import log_dist
 from torch import nn
 
 import zero
+from zero.compat.names import instead
 from zero.config.read import read
+from zero.engine import pipeline_engine
 from zero.log import log_once
 
 __getattr__ = finder(__name__, {})
@@ -50,6 +52,19 @@ class DeepSpeedEngine(zero.Engine):
         return None if self.optimizer is not None and self.optimizer.overflow else super().get_global_grad_norm()
 
 
+class _Inside:
+    """A name of a class that programs change, and that is not in zero."""
+
+    def __get__(self, engine: Any, kind: type) -> Any:
+        raise AttributeError(f"'{kind.__name__}' has no _INSTRUCTION_MAP{instead('engine._INSTRUCTION_MAP')}")
+
+
+class PipelineEngine(DeepSpeedEngine, pipeline_engine.PipelineEngine):
+    """That of a model in stages."""
+
+    _INSTRUCTION_MAP = _Inside()
+
+
 @functools.wraps(zero.initialize)
 def initialize(*args: Any, **kwargs: Any) -> tuple:
     """See `zero.initialize`. A model without trained parameters needs no optimizer, whatever the JSON says."""
@@ -62,7 +77,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             given[name] = _fitting(read(given[name]).values, given.get("model"))
     engine, optimizer, loader, scheduler = zero.initialize(**given)
     _helpers.mpu = given.get("mpu") or _helpers.mpu
-    engine.__class__ = DeepSpeedEngine
+    engine.__class__ = PipelineEngine if isinstance(engine, pipeline_engine.PipelineEngine) else DeepSpeedEngine
     _engines.add(engine)
     if optimizer is not None:
         optimizer.__class__ = kind(engine)
