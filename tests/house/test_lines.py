@@ -15,31 +15,31 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 48200,
-    "zero/*.py": 1130,
-    "zero/as_deepspeed": 1455,
-    "zero/checkpoint": 3169,
-    "zero/compat": 1330,
-    "zero/config": 2334,
-    "zero/core": 7430,
+    "tests": 50200,
+    "zero/*.py": 1134,
+    "zero/as_deepspeed": 1485,
+    "zero/checkpoint": 3183,
+    "zero/compat": 1757,
+    "zero/config": 2429,
+    "zero/core": 7531,
     "zero/data": 1075,
-    "zero/engine": 7190,
+    "zero/engine": 7832,
     "zero/examples": 99,
     "zero/kernels": 2017,
     "zero/launch": 4280,
     "zero/memory": 1525,
     "zero/monitor": 1188,
     "zero/optim": 2746,
-    "zero/parallel": 1662,
-    "zero/plan": 1750,
+    "zero/parallel": 3075,
+    "zero/plan": 1945,
     "zero/recompute": 1250,
-    "zero/sizes": 1711,
+    "zero/sizes": 1740,
     "zero/tiled": 599,
     "zero/tools": 4881,
     "zero/utils": 428,
     "zero/watchdog": 1552,
 }
-SUM = 103876
+SUM = 108826
 
 
 def parts() -> dict[str, int]:

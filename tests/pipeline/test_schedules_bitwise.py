@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
+from marks import longer
 from pipelines import accumulated, compare, json_of, pipelined
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
 MICRO_BATCHES = 8
 WAYS = {"pp 2": (2, 2), "pp 4": (4, 4), "pp 2 x dp 2": (2, 4)}  # stages, ranks
+AXES = tuple(map(tuple, (SCHEDULES, range(4), WAYS, ("fp32", "bf16"), ("use", "step"))))
+# Each value of each axis.
+SHORT = [tuple(axis[at % len(axis)] for axis in AXES) for at in range(len(SCHEDULES))]
+ALL = [case for case in itertools.product(*AXES) if case not in SHORT]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("gather", ["step", "use"])
+@pytest.mark.parametrize(("schedule", "stage", "way", "precision", "gather"), [*SHORT, *longer(*ALL)])
 def test_a_schedule_trains_as_one_process_does(pool: Any, schedule, stage, way, precision, gather):
     stages, ranks = WAYS[way]
     data = ranks // stages

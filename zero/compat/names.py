@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _ONE_KIND = "zero has data parallelism only so far"
+_STAGES = "pipeline.stages in the JSON, or loss_fn of initialize(); else engine(...), engine.backward and engine.step"
 _LOADS = "every checkpoint loads at any world size and stage by itself"
 _OWN_FILES = "checkpoints of zero have no such file; client state comes from engine.load_checkpoint"
 _NOT_BUILT = "the feature that it steers is not in zero; leave it out"
@@ -117,6 +118,8 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.checkpoint.utils.get_model_ckpt_name_for_rank": _OWN_FILES,
     "deepspeed.utils.zero_to_fp32.get_model_state_file": _OWN_FILES,
     "deepspeed.utils.zero_to_fp32.get_optim_files": _OWN_FILES,
+    "engine.train_batch": _STAGES,
+    "engine.eval_batch": _STAGES,
     "engine.loaded_checkpoint_dp_world_size": _LOADS,
     "engine.set_data_post_process_func": _NOT_BUILT,
     "engine.set_custom_curriculum_learning_schedule": _NOT_BUILT,

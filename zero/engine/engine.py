@@ -28,7 +28,7 @@ from zero.engine.compiling import BlockCompiler
 from zero.engine.description import Description, describe
 from zero.engine.forward_only import acting, retire
 from zero.engine.metrics import Metrics, print_on_first
-from zero.engine.pipeline import InStages, Pipeline
+from zero.engine.pipeline import Pipeline
 from zero.engine.progress import Progress
 from zero.engine.state_offload import StateOffload
 from zero.engine.status import Status
@@ -67,7 +67,7 @@ def _method_of(
     return call
 
 
-class Engine(InStages, DeepSpeedGetters, nn.Module):
+class Engine(DeepSpeedGetters, nn.Module):
     """Wraps a model for training; made by `zero.initialize`.
 
         loss = engine(batch)

@@ -132,11 +132,7 @@ def initialize(
     settings = _load(source, data, stand_ins, assigned, model)
     device = local_device()
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
-    loader, place = None, data.place(settings.grid)
-    if training_data is not None:
-        # In the order of the dataset for a PipelineModule, as DeepSpeed takes it.
-        how = {"route": "eval" if layered else "train", "collate_fn": collate_fn}
-        loader = make_loader(settings, device, place, training_data, **how)
+    loader = _make_loader(settings, device, data, layered, training_data, collate_fn)
     if assigned is not None and assigned.plain:
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
@@ -176,6 +172,21 @@ def _load(source: Any, data: DataRanks, stand_ins: list[str], assigned: Any, mod
     if settings.log_level is not None:
         set_level(settings.log_level)
     return settings
+
+
+def _make_loader(
+    settings: Config,
+    device: torch.device,
+    data: DataRanks,
+    layered: bool,
+    training_data: Dataset | Sequence[Any] | None,
+    collate_fn: Callable[..., Any] | None,
+) -> Loader | None:
+    if training_data is None:
+        return None
+    # In the order of the dataset for a PipelineModule, as DeepSpeed takes it.
+    how = {"route": "eval" if layered else "train", "collate_fn": collate_fn}
+    return make_loader(settings, device, data.place(settings.grid), training_data, **how)
 
 
 def _make_engine(

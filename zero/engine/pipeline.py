@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -228,50 +228,6 @@ class Pipeline:
                 "scalar tensor, .loss, ['loss'] or [0]); give initialize(loss_fn=<function of (output, target)>)"
             )
         return loss, tokens
-
-
-class InStages:
-    """Methods of an engine whose model is in stages."""
-
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """One optimizer step: all its micro-batches forward and backward in a schedule, then `step()`; collective.
-
-        data_iter: gives batches (inputs, targets), or dicts of what the model is called with; the same on all ranks
-        whose stages are of one replica. None: those of `training_data`, over and over, or of `set_dataiterator`.
-        Returns the loss, fp32 [], on all ranks: the mean over micro-batches and data-parallel ranks. Raises
-        RuntimeError, on all ranks, where an iterator ends too early or gives ranks of a replica different batches.
-        """
-        return self._pipelining("train_batch").train_batch(self.step, data_iter)
-
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any] | None = None,
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: Literal["avg"] | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """As many micro-batches as a schedule of a step has, or `num_micro_batches`, forward in eval mode; collective.
-
-        Returns the mean loss on all ranks, without `bcast_loss` on those of the last stage; of a model that computes
-        none, and where `initialize` was given no `loss_fn`, the mean output. `reduce_output="avg"`: over data-parallel
-        ranks, too. return_logits: a pair of it and, on ranks of the last stage, the outputs in order.
-        """
-        how = return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
-        return self._pipelining("eval_batch").eval_batch(data_iter, *how)
-
-    def _pipelining(self, caller: str) -> Pipeline:
-        self._status.check_not_destroyed()
-        pipeline = self._training.model
-        if not isinstance(pipeline, Pipeline):
-            raise RuntimeError(
-                f"{caller}() is for a model in stages: set pipeline.stages in the JSON, or give loss_fn to "
-                "initialize(); else call engine(...), engine.backward(loss) and engine.step()"
-            )
-        if pipeline.feed.iterator is None and self.training_dataloader is not None:
-            pipeline.feed.repeat(self.training_dataloader)
-        return pipeline
 
 
 def _together(outputs: Sequence[Any]) -> Any:
