@@ -65,24 +65,28 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def weights_of(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+
+
 def pipelined(
     json: dict[str, Any],
     make: Callable[[], nn.Module] = chain,
     steps: int = 3,
     data: Callable[..., Any] = samples,
     loss_fn: Any = F.cross_entropy,
-    watch: Callable[[Any], Any] | None = None,
+    state: Callable[[Any], dict[str, torch.Tensor]] = state_of,
+    watch: Callable[[Any], Any] = bool,
 ) -> Found:
     engine = zero.initialize(model=make(), config=json, loss_fn=loss_fn)[0]
     dtype = next((param.dtype for param in engine.module.parameters()), torch.float32)
     dtype = torch.bfloat16 if "bf16" in json else dtype
     stream = batches(engine.get_data_parallel_rank(), data, dtype)
-    seen = watch(engine) if watch is not None else None
-    losses, norms = [], []
+    seen, losses, norms = watch(engine), [], []
     for _ in range(steps):
         losses.append(float(engine.train_batch(stream)))
         norms.append(engine.get_global_grad_norm())
-    found = Found(losses, norms, state_of(engine), seen() if callable(seen) else seen)
+    found = Found(losses, norms, state(engine), seen() if callable(seen) else seen)
     engine.destroy()
     return found
 
@@ -93,6 +97,7 @@ def accumulated(
     steps: int = 3,
     data: Callable[..., Any] = samples,
     loss_fn: Any = F.cross_entropy,
+    state: Callable[[Any], dict[str, torch.Tensor]] = state_of,
 ) -> Found:
     """The same by engine(x), engine.backward(loss) and engine.step()."""
     engine = zero.initialize(model=make(), config={key: value for key, value in json.items() if key != "pipeline"})[0]
@@ -108,7 +113,7 @@ def accumulated(
             total += float(loss.detach())
         losses.append(float(engine.reduce(total / json["gradient_accumulation_steps"])))
         norms.append(engine.get_global_grad_norm())
-    found = Found(losses, norms, state_of(engine))
+    found = Found(losses, norms, state(engine))
     engine.destroy()
     return found
 

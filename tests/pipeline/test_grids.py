@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from pipelines import Found, json_of
+from pipelines import Found, compare, json_of
 from ranks import Pool
+from sharing import VOCABULARY, build, needs_transformers
 from torch import nn
 
 import zero
@@ -131,3 +132,41 @@ def test_on_eight_ranks(pool):
                 check(eight, pool, sizes, 8, stage, schedule)
     finally:
         eight.close()
+
+
+def shared(json: dict[str, Any], mode: str) -> Found:
+    """A Llama on sequences that two ranks share, in stages or in one piece."""
+    json = json | {"sequence_parallel_size": 2, "zero": {"context": {"mode": mode}}}
+    engine = zero.initialize(model=build("llama", num_hidden_layers=4), config=json)[0]
+    place, losses, norms = engine.get_data_parallel_rank(), [], []
+
+    def stream() -> Any:
+        for number in range(100):
+            generator = torch.Generator().manual_seed(1000 * place + number)
+            ids = torch.randint(VOCABULARY, (2, 12 + 4 * (number % 2)), generator=generator)
+            yield {"input_ids": ids, "labels": ids}
+
+    feed = stream()
+    for _ in range(2):
+        if "pipeline" in json:
+            losses.append(float(engine.train_batch(feed)))
+        else:
+            parts = []
+            for _ in range(MICRO_BATCHES):
+                parts.append(engine(**next(feed)).loss)
+                engine.backward(parts[-1])
+                engine.step()
+            losses.append(float(engine.reduce(float(sum(parts)) / MICRO_BATCHES)))
+        norms.append(engine.get_global_grad_norm())
+    found = Found(losses, norms, state_of_sgd(engine))
+    engine.destroy()
+    return found
+
+
+@needs_transformers
+@pytest.mark.parametrize("mode", ["ulysses", *longer("ring")])
+@pytest.mark.parametrize("stage", [3, *longer(1)])
+def test_stages_of_sequences_that_ranks_share(pool, stage, mode):
+    json = json_of(stage, 1, MICRO_BATCHES)
+    found = pool.run(4, shared, json | {"pipeline": {"stages": 2}}, mode)
+    compare(found, pool.run(2, shared, json_of(min(stage, 1), 1, MICRO_BATCHES), mode)[0])

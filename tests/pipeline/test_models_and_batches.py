@@ -8,7 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import longer
-from pipelines import CLASSES, WIDTH, Found, accumulated, chain, compare, json_of, pipelined, samples, state_of
+from pipelines import (
+    CLASSES,
+    WIDTH,
+    Found,
+    accumulated,
+    chain,
+    compare,
+    json_of,
+    pipelined,
+    samples,
+    state_of,
+    weights_of,
+)
 from torch import nn
 
 import zero
@@ -256,3 +268,17 @@ def test_dropout_falls_elsewhere_in_each_layer_micro_batch_and_replica_though_al
     again = pool.run(4, dropped, json | {"zero": {"recompute": {"modules": ["Dropped"]}}}, steps=2)
     for (one, _), (other, _) in zip(found, again, strict=True):
         assert one.losses == other.losses and all(torch.equal(one.state[name], other.state[name]) for name in one.state)
+
+
+@pytest.mark.parametrize("kind", ["Muon", *longer("Lamb", "Lion")])
+@pytest.mark.parametrize("stage", [1, *longer(3)])
+def test_megatron_4641_one_rule_updates_a_tied_weight_on_all_stages(pool, kind, stage):
+    """Muon takes matrices of blocks, and Adam embeddings; the head that is one, too, must not be taken for a matrix."""
+    json = json_of(stage, 1, 4, optimizer={"type": kind, "params": {"lr": 0.01}}, gradient_clipping=0.0)
+    how = {"data": words, "loss_fn": loss_of_words, "steps": 2, "state": weights_of}
+    found = pool.run(2, pipelined, json | {"pipeline": {"stages": 2}}, Tied, **how)
+    wanted = pool.run(1, accumulated, json, Tied, **how)[0]
+    assert torch.equal(found[0].state["embed.weight"], found[1].state["embed.weight"])
+    for each in found:
+        for name, value in each.state.items():
+            torch.testing.assert_close(value, wanted.state[name], rtol=1e-5, atol=1e-6)

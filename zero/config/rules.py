@@ -152,8 +152,6 @@ def pipelines(file: File, grid: Grid, steps: int | None) -> Iterator[str]:
             yield "managed_gradient_accumulation: got false with pipeline.stages; a schedule knows its micro-batches"
         if file.flops_profiler.enabled and section.schedule in SPLIT:
             yield f"flops_profiler.enabled: torch counts no backward in two parts, as {section.schedule} has; take 1f1b"
-        if grid.size("cp") > 1:
-            yield "pipeline.stages: not there yet together with ranks that share sequences; keep one of the two"
 
 
 def sharding(file: File, world_size: int) -> Iterator[str]:

@@ -226,7 +226,7 @@ def _make_engine(
             number = found[0][0]
             warn_of_splits([digest for _, digest in found])
             if cp > 1:
-                how = zero.context, not data.cuts_sequences, data.training_only
+                how = zero.context, not data.cuts_sequences, data.training_only, settings.grid.size("pp") == 1
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
             over = meshes.along(*DATA)
             made_by = Engine if stages is None else PipelineEngine

@@ -141,7 +141,12 @@ class Pipeline:
             self._training.randomness.part = stage.index
 
         def run(values: Any, args: Any, kwargs: Any) -> Any:
-            return stage.run(values, batch._replace(args=args, kwargs=kwargs))
+            def model(*args: Any, **kwargs: Any) -> Any:
+                return stage.run(values, batch._replace(args=args, kwargs=kwargs))
+
+            if self._training.sharing is not None:
+                return self._training.sharing.run(model, bool, *args, **kwargs)
+            return model(*args, **kwargs)
 
         return self._training.run(run, (values, batch.args, batch.kwargs), {})
 

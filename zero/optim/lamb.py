@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
+from zero.core.agree import if_different
 from zero.core.comm import gather_scalars
 from zero.core.unit import Unit
-from zero.core.world import World
+from zero.core.world import World, local_device
 from zero.kernels.formulas import Adam
 from zero.kernels.moments import Moment
 from zero.optim.fused import FusedShardOptimizer, States
@@ -36,17 +38,25 @@ class LambShardOptimizer(FusedShardOptimizer):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self._ratios: dict[int, dict[str, float]] = {}  # by name, of the units not yet updated in this step
+        self._places: dict[str, int] = {}  # of the parameters of all ranks, some of which this one may not have
 
     @torch.no_grad()
     def prepare(self, updates: Sequence[Update], world: World) -> None:
         """See `ShardOptimizer.prepare`; computes the ratios of norms, and changes no state."""
-        device = updates[0].unit.buffer.full.device
-        squares = [self._squares(update).to(device) for update in updates]
-        rows = gather_scalars(torch.cat(squares).flatten(), world, "norms of parameters")
-        parts = zip(updates, rows.split([each.numel() for each in squares], 1), strict=True)
+        names = [[spec.name for spec in update.unit.plan.params] for update in updates]
+        if not self._places:
+            own = list(chain(*names))
+            everywhere = dict.fromkeys(chain(*(if_different(own, world) or [own])))
+            self._places = {name: place for place, name in enumerate(everywhere)}
+        device = updates[0].unit.buffer.full.device if updates else local_device()
+        squares = torch.zeros(len(self._places), 2, dtype=torch.float64, device=device)
+        places = [[self._places[name] for name in each] for each in names]
+        for update, at in zip(updates, places, strict=True):
+            squares[at] = self._squares(update).to(device)
+        rows = gather_scalars(squares.flatten(), world, "norms of parameters").view(world.size, -1, 2)
         # Added in the order of spans and rounded: the bits do not depend on the stage, and only by chance on the ranks.
-        sums = [update.unit.mesh.by_span(own).cumsum(0)[-1] for update, own in parts]
-        norms = iter(torch.cat(sums).sqrt().float().view(-1, 2).tolist())
+        sums = [update.unit.mesh.by_span(rows[:, at]).cumsum(0)[-1] for update, at in zip(updates, places, strict=True)]
+        norms = iter(torch.cat(sums).sqrt().float().tolist() if sums else ())
         for update in updates:
             least, most = update.group["min_coeff"], update.group["max_coeff"]
             self._ratios[update.unit.index] = {

@@ -37,10 +37,12 @@ class SharedSequences:
     """What `axis`, the ranks that share sequences, do around each forward of a model.
 
     cuts: else arguments come cut, as by DeepSpeed's adapter of a loader, with `position_ids`; training_only: in eval
-    each rank has a batch of its own.
+    each rank has a batch of its own; whole: all of the model is here, so that the first batch can be compared.
     """
 
-    def __init__(self, module: nn.Module, axis: Axis, section: Context, cuts: bool, training_only: bool) -> None:
+    def __init__(
+        self, module: nn.Module, axis: Axis, section: Context, cuts: bool, training_only: bool, whole: bool = True
+    ) -> None:
         refuse_model(module)
         self.cuts, self._training_only = cuts, training_only
         self._axis, self._section, self._module = axis, section, module
@@ -49,7 +51,8 @@ class SharedSequences:
         self._seen: list[Sequence] = []  # those whose backward may come
         self._unnamed = ""  # an argument of the forward whose negative numbers may be left out by the loss
         self._ended = self._checked = self._told = False
-        self._to_compare = {False, True} if section.check and cuts else set()  # forwards, by whether they build graphs
+        # Forwards, by whether they build graphs.
+        self._to_compare = {False, True} if section.check and cuts and whole else set()
         self._calls = 0  # of attention
         self.model = huggingface.SharedModel(module, lambda: self.shares)
         if self.model.counts and not cuts:
