@@ -36,7 +36,11 @@ def test_an_engine_describes_its_stages(pool):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_estimate_is_of_the_rank_that_has_the_most(pool, stage, gather):
     json = json_of(stage, 2, 4, pipeline={"stages": 2, "gather": gather, "partition": [2, 6]})
-    row = zero.estimate(chain(), json, 4, device="cpu").configured.device
+    estimate = zero.estimate(chain(), json, 4, device="cpu")
+    row = estimate.configured.device
+    assert "1f1b of 4 micro-batches: bubble 20.0 %, at most 2 alive on the first rank" in " ".join(
+        str(estimate).split()
+    )
     found = pool.run(4, described, json)
     assert max(each["parameters"] for _, _, each, _ in found) == row.parameters
     # Gathered once, whole parameters and gradients are there for the whole step.

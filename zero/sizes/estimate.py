@@ -14,6 +14,7 @@ from zero.kernels.formulas import formats_of
 from zero.plan.formats import Formats, wire_alignment
 from zero.plan.layout import ALIGNMENT
 from zero.plan.memory import SLOTS, HostBytes, InFlight, KindBytes, Scheme, alive_nbytes, host_bytes, in_flight_nbytes
+from zero.plan.pipeline import Schedule
 from zero.plan.placement import is_updated
 from zero.plan.units import UnitPlan, plan_units
 from zero.sizes.choice import CHOICES, StageChoice, own_choice, scheme_of
@@ -151,7 +152,14 @@ def estimate(
         what = str(model)
     formats, notes = state_formats(model, settings)
     units = units_of(model, settings, formats.alignment)
-    parts = [units] if settings.grid.size("pp") == 1 else _of_places(model, units, settings)
+    parts = [units]
+    if settings.grid.size("pp") > 1:
+        parts, schedule = _of_places(model, units, settings)
+        once = "whole for the step" if settings.pipeline.gather == "step" else "gathered for each use"
+        notes.append(
+            f"{schedule.style} of {schedule.micro_batches} micro-batches: bubble {100 * schedule.bubble():.1f} %, at most "
+            f"{schedule.alive(0)} alive on the first rank; parameters and gradients of a stage: {once}."
+        )
     if not isinstance(model, Shape):
         what = f"{sum(spec.numel for unit in units for spec in unit.params):,} parameters of {type(model).__name__}"
     section = settings.zero_optimization
@@ -225,8 +233,10 @@ def units_of(model: nn.Module | Shape, settings: Config, alignment: int = ALIGNM
     return plan_module(model, groups, settings.summed, settings, alignment)
 
 
-def _of_places(model: nn.Module | Shape, units: Sequence[UnitPlan], settings: Config) -> list[list[UnitPlan]]:
-    """The units of each rank along pp; one that several stages read is on each of them."""
+def _of_places(
+    model: nn.Module | Shape, units: Sequence[UnitPlan], settings: Config
+) -> tuple[list[list[UnitPlan]], Schedule]:
+    """The units of each rank along pp, and its schedule; a unit that several stages read is on each of them."""
     if isinstance(model, Shape):
         raise ValueError("pipeline.stages: of a number of parameters no layers are known; give a model")
     from zero.parallel.pipeline.partition import divide
@@ -240,7 +250,7 @@ def _of_places(model: nn.Module | Shape, units: Sequence[UnitPlan], settings: Co
         stages = {stage for at, stage in stage_of.items() for name in names if f"{name}.".startswith(f"{at}.")}
         for place in sorted({schedule.places[stage] for stage in stages}):
             found[place].append(unit)
-    return found
+    return found, schedule
 
 
 def state_row(units: Sequence[UnitPlan], settings: Config, scheme: Scheme, choice: StageChoice) -> PlanRow:
