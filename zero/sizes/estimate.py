@@ -157,8 +157,8 @@ def estimate(
         parts, schedule = _of_places(model, units, settings)
         once = "whole for the step" if settings.pipeline.gather == "step" else "gathered for each use"
         notes.append(
-            f"{schedule.style} of {schedule.micro_batches} micro-batches: bubble {100 * schedule.bubble():.1f} %, at most "
-            f"{schedule.alive(0)} alive on the first rank; parameters and gradients of a stage: {once}."
+            f"{schedule.style} of {schedule.micro_batches} micro-batches: bubble {100 * schedule.bubble():.1f} %, at "
+            f"most {schedule.alive(0)} alive on the first rank; parameters and gradients of a stage: {once}."
         )
     if not isinstance(model, Shape):
         what = f"{sum(spec.numel for unit in units for spec in unit.params):,} parameters of {type(model).__name__}"
