@@ -94,6 +94,15 @@ def test_a_forward_that_cannot_be_divided_is_named_at_the_first_batch():
         engine.destroy()
 
 
+def test_a_model_in_one_piece_is_not_traced():
+    json = json_of(1, 1, 4, pipeline={"stages": 1})
+    engine = zero.initialize(model=Branches(), config=json, loss_fn=F.cross_entropy)[0]
+    assert engine.train_batch(batches(0)) > 0
+    x, y = samples(0, 0)
+    engine.backward(F.cross_entropy(engine(x), y))
+    engine.destroy()
+
+
 @pytest.mark.ranks(2)
 def test_calls_that_are_for_models_in_one_piece():
     engine = engine_of()

@@ -110,10 +110,13 @@ class Divided:
 
     def prepare(self, batch: Batch) -> None:
         """Divide the forward for the arguments that this micro-batch has; raises what `split` does."""
-        self._pieces(self._names(batch))
+        if self._stages > 1:
+            self._pieces(self._names(batch))
 
     def run(self, stage: int, values: Any, batch: Batch) -> Any:
         """Stage `stage` of the forward, from what comes into it; returns what goes to the next one, or the output."""
+        if self._stages == 1:
+            return self.model(*batch.args, **batch.kwargs)
         names = self._names(batch)
         piece = self._pieces(names)[stage]
         given = dict(zip(piece.takes, values or (), strict=True))

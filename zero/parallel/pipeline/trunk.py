@@ -73,12 +73,13 @@ class Trunk(Divided):
 
     def prepare(self, batch: Batch) -> None:
         """Raise ValueError where the batch asks for what no stage has."""
-        self._given(batch)
+        if self._stages > 1:
+            self._given(batch)
 
     def run(self, stage: int, values: Any, batch: Batch) -> Any:
         """Stage `stage` of the forward, from what comes into it; returns what goes to the next one, or the output."""
         if self._stages == 1:
-            return self.model(*batch.args, **batch.kwargs)
+            return super().run(stage, values, batch)
         with self._instead(self._calls(stage, values)):
             try:
                 return self.model(**self._given(batch))
