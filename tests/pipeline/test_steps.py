@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import zero
+from zero.parallel.pipeline import partition
 
 IN_STAGES = {"pipeline": {"stages": 2}}
 each_schedule = pytest.mark.parametrize("schedule", ["1f1b", *longer("gpipe", "interleaved", "zero_bubble", "zbv")])
@@ -216,19 +217,27 @@ def test_a_checkpoint_of_two_stages_loads_at_any_number_and_in_plain_torch(pool,
     assert all(torch.equal(param, state[name]) for name, param in model.named_parameters())
 
 
-class Slow(nn.Linear):
-    """Takes as long as a dozen others."""
+class Timed(nn.Linear):
+    """Lets a clock go on while it runs."""
+
+    now: ClassVar[float] = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.05)
+        Timed.now += self.seconds
         return super().forward(x)
 
 
 def by_time(json: dict[str, Any]) -> list[str]:
     torch.manual_seed(1)
-    model = nn.Sequential(Slow(WIDTH, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    model = nn.Sequential(Timed(12.0), *(Timed(1.0) for _ in range(6)))
     data = TensorDataset(torch.randn(32, WIDTH), torch.arange(32) % 5)
-    engine = zero.initialize(model=model, config=json, loss_fn=F.cross_entropy, training_data=data)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition, "time", SimpleNamespace(perf_counter=lambda: Timed.now))
+        engine = zero.initialize(model=model, config=json, loss_fn=F.cross_entropy, training_data=data)[0]
     engine.train_batch()
     names = [name for name, _ in engine.module.named_parameters()]
     engine.destroy()
