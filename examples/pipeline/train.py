@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> float:
     engine, *_ = zero.initialize(
         model=make(args.width, args.layers, args.heads), config=args.config, training_data=learnt, loss_fn=loss_of
     )
-    kept = ", ".join(type(each).__name__ for each in engine.module if any(True for _ in each.parameters()))
+    kept = ", ".join(type(each).__name__ for each in engine.module.children() if any(True for _ in each.parameters()))
     print(f"rank {torch.distributed.get_rank()} has {kept}", flush=True)
     while engine.global_steps < args.steps:
         loss = engine.train_batch()  # all micro-batches of a step, of the training data
