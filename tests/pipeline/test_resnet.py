@@ -111,6 +111,16 @@ def test_a_residual_network_in_two_pieces_trains_as_one_process_does(pool: Any, 
     check(pool, schedule, stage, rows)
 
 
+@pytest.mark.parametrize("rows", [130, *longer(120)])
+def test_both_pieces_in_one_process_do_so_too(pool: Any, rows):
+    (found,) = pool.run(1, in_pieces, {"stages": 1, "split_size": SPLIT}, 1, rows, small)
+    (wanted,) = pool.run(1, accumulated, 1, rows, small)
+    compare([found.found], wanted.found)
+    assert [name for name, value in wanted.buffers.items() if not torch.equal(found.buffers[name], value)] == []
+    counted = {int(value) for name, value in found.buffers.items() if name.endswith("num_batches_tracked")}
+    assert counted == {STEPS * -(-rows // SPLIT)}
+
+
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
 def test_that_of_torchvision_does_so_too(pool: Any):

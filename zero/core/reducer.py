@@ -15,7 +15,15 @@ from torch.utils.hooks import RemovableHandle
 from zero.core.finite import FirstNotFinite
 from zero.core.micro_batches import NO_TOKENS, Weights
 from zero.core.prefetcher import ParamPrefetcher
-from zero.core.torch_private import after_backward, backward_node, backward_task, hook_last, take_off, untransformed
+from zero.core.torch_private import (
+    after_backward,
+    backward_node,
+    backward_task,
+    hook_last,
+    run_post_accumulate_hooks,
+    take_off,
+    untransformed,
+)
 from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.log import logger, rank
@@ -235,15 +243,16 @@ class Reducer:
             self.finite.begin()
 
     def sweep(self, units: Sequence[Unit]) -> None:
-        """By hand: take gradients of these units that came past the hooks."""
+        """By hand: run the hooks, ours and others', that gradients of these units came past."""
         for unit in units:
-            for index, param in enumerate(unit.params if unit.gradients is not None else ()):
+            for param in unit.params if unit.gradients is not None else ():
                 if param.grad is not None:
-                    self._arrived(unit, index, param)
+                    run_post_accumulate_hooks(param)
 
     def finish(self, units: Sequence[Unit], fires: bool) -> None:
         """By hand: a backward of these units has ended, and begins to be reduced if it `fires`; collective then."""
-        order = [unit for unit in self._order if unit in units]
+        wanted = {unit.index for unit in units}
+        order = [unit for unit in self._order if unit.index in wanted]
         for position, unit in enumerate(order):
             if fires:
                 unit.gradients.finish()  # of an earlier backward

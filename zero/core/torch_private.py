@@ -122,6 +122,12 @@ def hook_last(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Rem
     return tensor.register_post_accumulate_grad_hook(hook)
 
 
+def run_post_accumulate_hooks(tensor: torch.Tensor) -> None:
+    """Run what autograd does not run where a gradient was added without it."""
+    for hook in [*(tensor._post_accumulate_grad_hooks or {}).values()]:
+        hook(tensor)
+
+
 def pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """What is registered to run before the module's forward, in order."""
     return list(module._forward_pre_hooks.values())

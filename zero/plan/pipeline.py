@@ -112,17 +112,16 @@ def single_order(style: str, places: int, micro_batches: int) -> list[list[Actio
 
 def forward_orders(schedule: Schedule) -> Schedule:
     """The schedule of an evaluation: forwards, in the order of micro-batches, and what they send."""
-    kinds = {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD}
     orders = []
-    for place in range(len(schedule.orders)):
-        order = [
+    for place, trained in enumerate(schedule.orders):
+        kept = {*trained}
+        actions = (  # one micro-batch after the other, so that ranks with several stages post messages in one order
             Action(kind, stage, number)
             for number in range(schedule.micro_batches)
             for stage in schedule.stages(place)
             for kind in (Kind.RECEIVE_FORWARD, Kind.FORWARD, Kind.SEND_FORWARD)
-            if kind is Kind.FORWARD or Action(kind, stage, number) in schedule.orders[place]
-        ]
-        orders.append(tuple(action for action in order if action.kind in kinds))
+        )
+        orders.append(tuple(action for action in actions if action in kept))
     return Schedule(schedule.style, schedule.micro_batches, schedule.places, tuple(orders))
 
 

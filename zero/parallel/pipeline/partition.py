@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -47,12 +48,7 @@ def divide(
     modules = [model.get_submodule(name) for name in names]
     kinds = [type(each).__name__ for each in modules]
     starts = starts_of(kinds, lambda: _numels(model, names), stages, partition, lambda: times_of(modules, model, call))
-    of_layer = {name: sum(start <= at for start in starts) - 1 for at, name in enumerate(names)}
-    found, seen = {}, False
-    for name in _apart(model, set(names)):
-        seen = seen or name in of_layer
-        found[name] = of_layer.get(name, stages - 1 if seen else 0)
-    return found
+    return dict(_told(model, {name: bisect(starts, at) - 1 for at, name in enumerate(names)}, "", [0]))
 
 
 def layers(model: nn.Module) -> list[str]:
@@ -96,7 +92,7 @@ def starts_of(
             raise ValueError(
                 f"pipeline.partition: '{partition}' finds {int(sum(weights))} layers, and there are {stages} stages"
             )
-    elif partition.lower() in ("parameters", "best", "time"):
+    elif partition.lower() in ("parameters", "best"):
         weights = numels()
     else:
         raise ValueError(f"partition: got {partition!r}; wanted 'parameters', 'uniform' or 'type:regex'")
@@ -104,18 +100,11 @@ def starts_of(
 
 
 def _numels(model: nn.Module, names: Sequence[str]) -> list[float]:
-    """Of each layer, with what is before the first one and behind the last."""
-    modules = [model.get_submodule(name) for name in names]
-    weights = [float(sum(param.numel() for param in each.parameters())) for each in modules]
-    inside = {param for each in modules for param in each.parameters()}
-    first, last = (set() for _ in range(2))
-    seen = False
-    for name in _apart(model, set(names)):
-        seen = seen or name in names
-        (last if seen else first).update(set(_params(model, name)) - inside)
-    weights[0] += sum(param.numel() for param in first)
-    weights[-1] += sum(param.numel() for param in last - first)
-    return weights
+    """Of each layer, with what is before the first one and behind the others; each parameter once in each."""
+    held = [set() for _ in names]
+    for name, at in _told(model, {name: at for at, name in enumerate(names)}, "", [0]):
+        held[at].update(params_of(model, name))
+    return [float(sum(param.numel() for param in each)) for each in held]
 
 
 def times_of(modules: Sequence[nn.Module | None], model: nn.Module, call: Callable[[], Any] | None) -> list[float]:
@@ -157,28 +146,14 @@ def times_of(modules: Sequence[nn.Module | None], model: nn.Module, call: Callab
     return found[0]
 
 
-def _params(model: nn.Module, name: str) -> Iterator[nn.Parameter]:
+def params_of(model: nn.Module, name: str) -> Iterator[nn.Parameter]:
+    """Those of the module of this name, or the parameter; none where it is not here."""
     parent, _, child = name.rpartition(".")
     owner = model.get_submodule(parent)
     if child in owner._modules:
         yield from owner._modules[child].parameters()
     elif owner._parameters.get(child) is not None:
         yield owner._parameters[child]
-
-
-def _apart(model: nn.Module, names: set[str], path: str = "") -> Iterator[str]:
-    """These modules, and whatever is not inside of one, as large as it can be, in the order of registration."""
-    for name, param in model._parameters.items():
-        if param is not None:
-            yield f"{path}{name}"
-    for name, child in model._modules.items():
-        here = f"{path}{name}"
-        if child is None:
-            continue
-        if here not in names and any(each.startswith(f"{here}.") for each in names):
-            yield from _apart(child, names, f"{here}.")
-        else:
-            yield here
 
 
 def _told(module: nn.Module, said: Mapping[str, int], path: str, now: list[int]) -> Iterator[tuple[str, int]]:

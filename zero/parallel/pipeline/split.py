@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from zero.parallel.pipeline.partition import params_of
 from zero.parallel.pipeline.stage import Batch
 
 # Functions that give another value each time: they run on the stage that first uses them, and nowhere again.
@@ -96,17 +97,9 @@ class Divided:
         """The stages that read each parameter."""
         found: dict[nn.Parameter, set[int]] = {}
         for name, stage in self.stage_of.items():
-            for param in self._of(name):
+            for param in params_of(self.model, name):
                 found.setdefault(param, set()).add(stage)
         return found
-
-    def _of(self, name: str) -> Iterator[nn.Parameter]:
-        parent, _, child = name.rpartition(".")
-        owner = self.model.get_submodule(parent)
-        if child in owner._modules and not isinstance(owner._modules[child], Elsewhere):
-            yield from owner._modules[child].parameters()
-        elif owner._parameters.get(child) is not None:
-            yield owner._parameters[child]
 
     def prepare(self, batch: Batch) -> None:
         """Divide the forward for the arguments that this micro-batch has; raises what `split` does."""
