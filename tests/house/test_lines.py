@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 50300,
+    "tests": 50370,
     "zero/*.py": 1134,
     "zero/as_deepspeed": 1485,
     "zero/checkpoint": 3183,
@@ -33,13 +33,13 @@ LIMITS = {
     "zero/parallel": 3082,
     "zero/plan": 1945,
     "zero/recompute": 1250,
-    "zero/sizes": 1750,
+    "zero/sizes": 1751,
     "zero/tiled": 599,
-    "zero/tools": 4881,
+    "zero/tools": 4904,
     "zero/utils": 428,
     "zero/watchdog": 1552,
 }
-SUM = 108958
+SUM = 109052
 
 
 def parts() -> dict[str, int]:

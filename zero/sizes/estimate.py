@@ -158,7 +158,8 @@ def estimate(
         once = "whole for the step" if settings.pipeline.gather == "step" else "gathered for each use"
         notes.append(
             f"{schedule.style} of {schedule.micro_batches} micro-batches: bubble {100 * schedule.bubble():.1f} %, at "
-            f"most {schedule.alive(0)} alive on the first rank; parameters and gradients of a stage: {once}."
+            f"most {schedule.alive(0)} alive on the first rank; parameters and gradients of a stage: {once}. Bytes are "
+            "those of the stage that has the most."
         )
     if not isinstance(model, Shape):
         what = f"{sum(spec.numel for unit in units for spec in unit.params):,} parameters of {type(model).__name__}"

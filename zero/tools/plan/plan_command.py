@@ -17,6 +17,7 @@ from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.grid_sizes import Told
 from zero.config.override import apply
 from zero.config.read import read
+from zero.config.unavailable import lookup
 from zero.launch.launch_messages import check_writable
 from zero.log import counted
 from zero.memory.available import available_nbytes
@@ -99,9 +100,10 @@ def _check(given: argparse.Namespace) -> None:
     """Raise ValueError for flags that mean nothing or would have no effect, before anything takes time."""
     if given.groups or (given.model is not None and given.params is not None):
         raise ValueError("a model, --params and --groups: one of them at a time")
+    _check_stages(given)
     if shared := by_axis({axis: size for axis in ("cp", "sp") if (size := getattr(given, axis))}).get("cp"):
         given.config = read(given.config or DEFAULT).values | {"sequence_parallel_size": shared}
-    for axis in ("tp", "pp", "dp_shard", "dp_replicate", "ep"):
+    for axis in ("tp", "dp_shard", "dp_replicate", "ep"):
         if getattr(given, axis) not in (None, 1):
             raise ValueError(f"--{axis.replace('_', '-')}: it is not planned; leave it out, or say zero.shard_size")
     if given.device == "measured" and not given.world:
@@ -114,10 +116,32 @@ def _check(given: argparse.Namespace) -> None:
             raise ValueError(f"--{flag}: wants one number of ranks, in --world")
 
 
+def _check_stages(given: argparse.Namespace) -> None:
+    """Have the configuration say what --pp says. Raises ValueError where it says otherwise, or time is asked for."""
+    source, key = read(given.config or DEFAULT), "pipeline.stages"
+    stages = lookup(source.values, key)
+    if given.pp not in (None, stages):
+        if stages not in (None, "auto"):
+            raise ValueError(f"--pp: got {given.pp}, but {key} is {stages!r} in {source.name}; keep one of the two")
+        if source.errors:  # which a dict would not show
+            raise ConfigError(source.errors, source.name)
+        stages, given.config = given.pp, apply(source.values, {key: given.pp})
+    if isinstance(stages, int) and stages > 1 and not _is_estimate(given):
+        raise ValueError(
+            f"{'--pp' if given.pp else key}: got {stages}, wanted 1, as the time of pipelines is not predicted; for "
+            "bytes and the bubble of a model say --device cuda and one --world, without --json and --sequence"
+        )
+
+
+def _is_estimate(given: argparse.Namespace) -> bool:
+    """Whether bytes are asked for and nothing that takes a search."""
+    return given.device in ("cuda", "cpu") and len(given.world or WORLDS) == 1 and not (given.json or given.sequence)
+
+
 def _lines(given: argparse.Namespace) -> Iterator[str]:
     source = PlannedModel(given)
     worlds, name = given.world or WORLDS, str(source.model)
-    if given.device in ("cuda", "cpu") and len(worlds) == 1 and not (given.json or given.sequence):
+    if _is_estimate(given):
         model = given.params if source.inputs is None else source.model
         yield str(estimate(model, given.config, worlds[0], device=given.device, layers=given.layers, width=given.width))
         return
