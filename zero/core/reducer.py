@@ -251,8 +251,8 @@ class Reducer:
 
     def finish(self, units: Sequence[Unit], fires: bool) -> None:
         """By hand: a backward of these units has ended, and begins to be reduced if it `fires`; collective then."""
-        wanted = {unit.index for unit in units}
-        order = [unit for unit in self._order if unit.index in wanted]
+        trained = (unit for unit in units if unit.gradients is not None)
+        order = sorted(trained, key=lambda unit: unit.number, reverse=True)  # one order on all ranks
         for position, unit in enumerate(order):
             if fires:
                 unit.gradients.finish()  # of an earlier backward

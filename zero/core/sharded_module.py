@@ -255,8 +255,8 @@ def wrap(
             raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
     prepare(module, device)
     plans = plan_module(module, groups, world.size, settings, numerics.formats.alignment)
-    world.watchdog.units = [plan.name for plan in plans]
     table = agree_on_units(plans, world)
+    world.watchdog.units = table.units
     shared = [meshes.of(plan.axes) for plan in plans]
     by_name = dict(module.named_parameters())
     persistent = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
@@ -275,7 +275,8 @@ def wrap(
             resting = None if offload is None else offload.placement(index)
             placement = resting or StatePlacement(device, device, streams, events=world.watchdog.events)
             params = [by_name[spec.name] for spec in plan.params]
-            units.append(unit := Unit(plan, params, index, shared[index], sharding.params, placement))
+            which = index, table.numbers[index]
+            units.append(unit := Unit(plan, params, *which, shared[index], sharding.params, placement))
             _adopt(unit, device, sharding, numerics, section, index in persistent)
             freed.add(0 if device.type == "cuda" else unit.buffer.full.numel() * unit.buffer.full.itemsize)
         _adopt_buffers(module, device, meshes.peers, None if numerics.buffers is None else DTYPES[numerics.buffers])

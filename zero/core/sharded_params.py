@@ -31,20 +31,30 @@ class ShardedParams:
     """Parameters with one flat buffer and one shard.
 
     mesh:       the ranks that share them, their own: units of one engine may have different ones;
+    index:      their place on this rank; number: one that all ranks of the mesh know them by, by default the index;
     holds:      how many readers (`GatheredParameters`) keep them full for now;
     edited:     indices of the parameters that such readers will write back, one entry for each reader;
     persistent: they stay full between uses although they are cut, until the optimizer's step outdates the full copy;
     on_read:    called when they are read while they are released; makes them full and returns True, or False.
     """
 
-    def __init__(self, plan: UnitPlan, buffer: ParamBuffer, index: int, mesh: Mesh, placement: StatePlacement) -> None:
+    def __init__(
+        self,
+        plan: UnitPlan,
+        buffer: ParamBuffer,
+        index: int,
+        mesh: Mesh,
+        placement: StatePlacement,
+        number: int | None = None,
+    ) -> None:
         self.plan = plan
         self.index = index
         self.mesh = mesh
         self.buffer = buffer
         window = plan.layout.shard(mesh.shard.rank, mesh.shard.size)
         self.shard = Shard(window, placement, buffer, mesh.data.size > 1)
-        self.gathering = Gathering(mesh, self.shard, buffer, TAGS * index)
+        self.number = index if number is None else number
+        self.gathering = Gathering(mesh, self.shard, buffer, TAGS * self.number)
         self.holds = 0
         self.edited: list[int] = []
         self.persistent = False

@@ -39,12 +39,13 @@ class Unit(ShardedParams):
         plan: UnitPlan,
         params: Sequence[nn.Parameter],
         index: int,
+        number: int,
         mesh: Mesh,
         cut: bool,
         placement: StatePlacement,
     ) -> None:
         cut = cut and (mesh.shard.size > 1 or placement.shard_offloaded)
-        super().__init__(plan, ParamBuffer(plan, params, cut, mesh.data.global_rank), index, mesh, placement)
+        super().__init__(plan, ParamBuffer(plan, params, cut, mesh.data.global_rank), index, mesh, placement, number)
         self.gradients: Gradients | None = None
         self.optimizer: Callable[[], Any] = lambda: None  # until one is bound
         self.engine: Callable[[], Any] = lambda: None
@@ -84,14 +85,14 @@ class Unit(ShardedParams):
         full, master = initial_values(self.params, self.plan, self.mesh, self.shard.window, dtype, device, remainder)
         self.buffer.adopt(full)
         self.shard.adopt(trained, master)
-        self.gathering = make_gathering(self.mesh, self.shard, self.buffer, TAGS * self.index, quantized)
+        self.gathering = make_gathering(self.mesh, self.shard, self.buffer, TAGS * self.number, quantized)
         self._source = self.gathering
         for position, param in enumerate(self.params):
             param._zero_owner = Owner(self.plan.params[position].name, self, position)
         if trained:
             shapes = [param.shape for param in self.params]
-            tag = TAGS * self.index + 1
-            self.gradients = Gradients(self.plan, shapes, self.mesh, gradient_dtypes, device, tag, self.shard.placement)
+            how = self.mesh, gradient_dtypes, device, TAGS * self.number + 1, self.shard.placement
+            self.gradients = Gradients(self.plan, shapes, *how)
 
     # -- the optimizer's step, and the parameters around it
 

@@ -134,7 +134,7 @@ class Divided:
             for name, each in parameters.items()
             if name not in names and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
         }
-        tracer = _Tracer(self.mixed)
+        tracer = _Tracer(self.mixed, self.stage_of, self.model)
         try:
             with self._whole():
                 graph = tracer.trace(self.model, concrete_args=fixed or None)
@@ -160,9 +160,20 @@ class Divided:
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, mixed: set[str]) -> None:
+    """Names a module that stands in several places by each of them in turn: they may be of several stages."""
+
+    def __init__(self, mixed: set[str], stage_of: Mapping[str, int], model: nn.Module) -> None:
         super().__init__()
         self._mixed = mixed
+        self._places: dict[nn.Module, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            if name in stage_of:
+                self._places.setdefault(module, []).append(name)
+
+    def path_of_module(self, mod: nn.Module) -> str:
+        """The name of a module that is called."""
+        left = self._places.get(mod, ())
+        return super().path_of_module(mod) if not left else left.pop(0) if len(left) > 1 else left[0]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether it is called as it is."""

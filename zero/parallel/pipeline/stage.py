@@ -74,14 +74,16 @@ class Stage:
             # Nothing to send: all of it is of the weights. Or no weights: all of it is of the inputs.
             self.alive[number] = alive
             return [] if not alive.inputs else self._whole(alive)
-        # Torch detaches outputs in place, which views cannot be.
-        outputs = [each.clone() if each._is_view() else each for each, _ in _with_grads(alive)]
-        grads = [grad for _, grad in _with_grads(alive)]
+        # Torch detaches outputs in place, which views cannot be, nor what a node has saved for the weights' turn.
+        outputs, grads = (
+            [_Alias.apply(each) for each, _ in _with_grads(alive)],
+            [grad for _, grad in _with_grads(alive)],
+        )
         found, rest = backward_of_inputs(outputs, grads, alive.inputs, self.params)
         for each in alive.inputs:
             each.grad = None
-        self.alive[number] = alive._replace(rest=rest)
-        return [_or_zeros(grad, each) for grad, each in zip(found, alive.inputs, strict=True)]
+        self.alive[number] = alive._replace(outputs=(), rest=rest)
+        return [_laid_out(grad, each) for grad, each in zip(found, alive.inputs, strict=True)]
 
     def backward_weight(self, number: int) -> None:
         """What `backward_input` has left; hooks on parameters may not see all of the gradients."""
@@ -96,10 +98,22 @@ class Stage:
         if found:
             outputs, grads = zip(*found, strict=True)
             torch.autograd.backward(outputs, grads)
-        sent = [_or_zeros(each.grad, each) for each in alive.inputs]
+        sent = [_laid_out(each.grad, each) for each in alive.inputs]
         for each in alive.inputs:
             each.grad = None
         return sent
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory and gradient by another tensor, no view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 def _with_grads(alive: Alive) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -108,5 +122,8 @@ def _with_grads(alive: Alive) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     return list(zip(wanted, alive.grads or [None] * len(wanted), strict=True))
 
 
-def _or_zeros(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(like) if grad is None else grad
+def _laid_out(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """A gradient with the strides of its tensor, which the rank that receives it takes it to have; zeros for None."""
+    if grad is None:
+        return torch.zeros_like(like)
+    return grad if grad.stride() == like.stride() else torch.empty_like(like).copy_(grad)
