@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.core.sharded_module import ShardedModule
+from zero.core.tensors import map_leaves
 from zero.core.world import Axis
 from zero.parallel.pipeline.messages import Arrival, Departure, Form, Messages, decode, encode
 from zero.parallel.pipeline.stage import Batch, Stage
@@ -37,6 +38,20 @@ class Handed(NamedTuple):
 
     said: Any
     tensors: Sequence[torch.Tensor]
+
+
+class _Came(torch.autograd.Function):
+    """What came into a stage, which a layer may change in place, as torch does not let it change a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        """The same memory."""
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        """The same gradient."""
+        return grad
 
 
 class Runner:
@@ -131,6 +146,7 @@ class Run:
             said, tensors = self._arrived(Action(Kind.RECEIVE_FORWARD, at, number))
             left, grad = iter(tensors), torch.is_grad_enabled()
             value = decode(said, inputs, lambda form: next(left).requires_grad_(form.needs_grad and grad))
+            value = map_leaves(value, lambda leaf: _Came.apply(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         output = self._calls.forward(stage, value, batch)
         if at == len(self._places) - 1:
             output = self._calls.loss(output, number)
