@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 50300,
+    "tests": 50325,
     "zero/*.py": 1134,
     "zero/as_deepspeed": 1485,
     "zero/checkpoint": 3183,
@@ -30,7 +30,7 @@ LIMITS = {
     "zero/memory": 1525,
     "zero/monitor": 1188,
     "zero/optim": 2756,
-    "zero/parallel": 3098,
+    "zero/parallel": 3099,
     "zero/plan": 1945,
     "zero/recompute": 1250,
     "zero/sizes": 1750,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1552,
 }
-SUM = 108974
+SUM = 109000
 
 
 def parts() -> dict[str, int]:

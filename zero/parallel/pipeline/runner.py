@@ -110,7 +110,11 @@ class Run:
         self._going: list[Departure] = []
         self._held: dict[int, contextlib.ExitStack] = {}
         self._reshards = Counter(action.stage for action in self._actions if action.kind is Kind.RESHARD)
-        self._does = {
+
+    def all(self) -> None:
+        """Do what the schedule says, to the end."""
+        # Here, as methods that `self` had would keep it alive, and the batches, until Python looks for such circles.
+        does = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward,
@@ -123,13 +127,10 @@ class Run:
             Kind.RECEIVE_BACKWARD: self._receive_backward,
             Kind.REDUCE: self._reduce,
         }
-
-    def all(self) -> None:
-        """Do what the schedule says, to the end."""
         try:
             for action in self._actions:
                 with self._runner.axis.watchdog.events.span(action.kind.value, str(action)):
-                    self._does[action.kind](action)
+                    does[action.kind](action)
             for departure in self._going:
                 departure.wait()
             self._runner.messages.settle()
