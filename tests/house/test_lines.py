@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 50325,
+    "tests": 50350,
     "zero/*.py": 1134,
     "zero/as_deepspeed": 1485,
     "zero/checkpoint": 3183,
@@ -23,14 +23,14 @@ LIMITS = {
     "zero/config": 2429,
     "zero/core": 7531,
     "zero/data": 1075,
-    "zero/engine": 7837,
+    "zero/engine": 7844,
     "zero/examples": 99,
     "zero/kernels": 2017,
     "zero/launch": 4280,
     "zero/memory": 1525,
     "zero/monitor": 1188,
     "zero/optim": 2756,
-    "zero/parallel": 3099,
+    "zero/parallel": 3109,
     "zero/plan": 1945,
     "zero/recompute": 1250,
     "zero/sizes": 1750,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1552,
 }
-SUM = 109000
+SUM = 109042
 
 
 def parts() -> dict[str, int]:
