@@ -30,7 +30,7 @@ LIMITS = {
     "zero/memory": 1525,
     "zero/monitor": 1188,
     "zero/optim": 2756,
-    "zero/parallel": 3109,
+    "zero/parallel": 3110,
     "zero/plan": 1945,
     "zero/recompute": 1250,
     "zero/sizes": 1750,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1552,
 }
-SUM = 109042
+SUM = 109043
 
 
 def parts() -> dict[str, int]:

@@ -68,6 +68,7 @@ class Runner:
         self.axis, self.sharded = axis, sharded
         self.messages = Messages(axis, sharded.device)
         self.gathers_once, self.reduces_each = gathers_once, reduces_each
+        self.going: list[Departure] = []  # here, not in a pass: what one that fails has sent is to arrive
         reads = [unit for stage in stages for unit in stage.units]
         # Reduced when all stages have ended: other ranks, or another stage here, add to their gradients.
         shared = [each for each in sharded.trained if reads.count(each) != 1 or "pp" in "".join(each.mesh.axes.replica)]
@@ -107,7 +108,6 @@ class Run:
         self._handed: dict[Action, Handed] = {}  # by the action that would receive it from another rank
         self._sending: dict[Action, Sequence[torch.Tensor]] = {}  # by the action that sends it
         self._forms: dict[tuple[int, int], list[Form]] = {}  # of what a stage has given, by it and the micro-batch
-        self._going: list[Departure] = []
         self._held: dict[int, contextlib.ExitStack] = {}
         self._reshards = Counter(action.stage for action in self._actions if action.kind is Kind.RESHARD)
 
@@ -131,8 +131,8 @@ class Run:
             for action in self._actions:
                 with self._runner.axis.watchdog.events.span(action.kind.value, str(action)):
                     does[action.kind](action)
-            for departure in self._going:
-                departure.wait()
+            while self._runner.going:
+                self._runner.going.pop(0).wait()
             self._runner.messages.settle()
         finally:
             for held in self._held.values():
@@ -223,9 +223,10 @@ class Run:
         kind, at, number = action
         forward = kind is Kind.SEND_FORWARD
         to = at + 1 if forward else at - 1
-        self._going = [departure for departure in self._going if not departure.done]
+        going = self._runner.going
+        going[:] = [departure for departure in going if not departure.done]
         sent = self._sending.pop(action), self._places[to], "activations" if forward else "gradients"
-        self._going.append(self._runner.messages.send(*sent, f"of micro-batch {number} for stage {to}"))
+        going.append(self._runner.messages.send(*sent, f"of micro-batch {number} for stage {to}"))
 
     def _receive_forward(self, action: Action) -> None:
         _, at, number = action
