@@ -55,6 +55,19 @@ def test_deepspeed_1522_and_5792_a_stage_without_parameters(pool, schedule):
     )
 
 
+def in_place() -> nn.Sequential:
+    """Blocks that change what they are given."""
+    torch.manual_seed(5)
+    blocks = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, CLASSES))
+
+
+@each_schedule
+def test_a_stage_that_changes_its_input_in_place(pool, schedule):
+    """As the second one of AlexNet in DeepSpeed's examples does."""
+    trains_alike(pool, in_place, {"schedule": schedule})
+
+
 def frozen_first() -> nn.Sequential:
     model = chain(4)
     for layer in (model[0], model[1]):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from adapters import with_lora
 from closeness import allowed, error, twice
 from marks import longer
 from pipelines import Found, compare, json_of, state_of
@@ -20,6 +22,7 @@ import zero
 from zero.utils import safe_get_full_fp32_param
 
 pytestmark = needs_transformers
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 WORDS, ROWS, MICRO_BATCHES, STEPS = 40, 4, 3, 2
 KINDS = {  # class, configuration class, more of the configuration
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
@@ -54,7 +57,7 @@ def build(kind: str, tied: bool = False, dtype: torch.dtype = torch.float32, cha
     model = getattr(transformers, name)(getattr(transformers, config)(**sizes, **said, **more)).to(dtype)
     if change == "checkpointing":
         model.gradient_checkpointing_enable()
-    return model
+    return with_lora(model) if change == "lora" else model
 
 
 def sample(kind: str, form: str, number: int) -> dict[str, torch.Tensor]:
@@ -90,7 +93,12 @@ def staged(json: dict[str, Any], kind: str, form: str = "padded", change: str = 
         norms.append(engine.get_global_grad_norm())
     seen = None
     if folder is not None:
-        engine.save_pretrained(folder)
+        if change == "lora":
+            with pytest.raises(ValueError, match="PEFT writes adapters of modules that rank 0 has"):
+                engine.save_pretrained(folder)
+            engine.save_16bit_model(folder, exclude_frozen_parameters=True)
+        else:
+            engine.save_pretrained(folder)
         seen = float(engine.eval_batch(iter([sample(kind, form, 99)]), num_micro_batches=1))
     whole = json["optimizer"]["type"] != "SGD"
     params = dict(engine.module.named_parameters()).items()
@@ -218,6 +226,23 @@ def test_transformers_reads_what_it_saves(pool: Any, tmp_path: Path, kind, form,
     assert [each.seen for each in found] == [loss, loss]
 
 
+def resumed(folder: str) -> float:
+    """The loss of PEFT's model with the adapters that an engine in stages has written."""
+    model = build("llama", change="lora").eval()
+    assert not model.load_state_dict(torch.load(f"{folder}/pytorch_model.bin"), strict=False).unexpected_keys
+    with torch.no_grad():
+        return float(model(**sample("llama", "padded", 99)).loss)
+
+
+@needs_peft
+@pytest.mark.parametrize("stage", [1, *longer(3)])
+def test_adapters_inside_of_blocks_train_to_its_bits_and_are_saved(pool: Any, tmp_path: Path, stage: int):
+    found = pool.run(2, staged, json(stage, 1, 2), "llama", "padded", "lora", str(tmp_path))
+    compare(found, pool.run(1, accumulated, json(1, 1, 2), "llama", "padded", "lora")[0])
+    assert all("lora" in name for each in found for name in each.state)
+    assert [each.seen for each in found] == pool.run(1, resumed, str(tmp_path)) * 2
+
+
 def skipping(base: Any) -> Any:
     """A forward whose blocks all see the embedding, too."""
 
@@ -231,9 +256,13 @@ def skipping(base: Any) -> Any:
 
 
 def refused(kind: str, section: dict[str, Any]) -> str:
-    model = build("llama" if kind == "skipping" else kind)
+    model = build("llama" if kind in ("skipping", "prompts") else kind)
     if kind == "skipping":
         model.model.forward = skipping(model.model)
+    if kind == "prompts":
+        import peft
+
+        model = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ValueError) as caught:
         zero.initialize(model=model, config=json(1, 1, 2) | {"pipeline": {"stages": 2, **section}})
     return str(caught.value)
@@ -245,6 +274,7 @@ def refused(kind: str, section: dict[str, Any]) -> str:
         ("gpt2", {}, "GPT2LMHeadModel cannot be divided among stages: it has no pp_plan"),
         ("bert", {}, "BertForMaskedLM cannot be divided among stages: it has no pp_plan"),
         ("routed", {}, "MixtralForCausalLM cannot be divided among stages: output_router_logits is set"),
+        pytest.param("prompts", {}, "its adapter puts virtual tokens in front of the texts", marks=needs_peft),
         ("skipping", {}, "model.layers.2 needs more than what the block before it gives"),
         ("llama", {"stage_map": {"model.layers.1.mlp": 1}}, "its blocks are of the stages [0, None, 1, 1]"),
         (

@@ -6,7 +6,10 @@ Counted are the events of the engine, in the order in which this rank began them
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -98,3 +101,30 @@ def test_a_gather_is_on_its_way_before_it_is_needed_and_a_reduction_while_others
         first = verbs.index("F")
         assert verbs[:first].count("gather") == verbs.count("gather")
         assert "B" in verbs[verbs.index("reduce") :]
+
+
+def kept(json: dict[str, Any]) -> int:
+    """Inputs of three steps that are there behind them, while Python looks for no circles."""
+    engine = zero.initialize(model=chain(), config=json, loss_fn=nn.functional.cross_entropy)[0]
+    seen = []
+
+    def stream() -> Iterator[Any]:
+        for x, y in batches(0):
+            seen.append(weakref.ref(x))
+            yield x, y
+
+    data = stream()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            engine.train_batch(data)
+        return sum(each() is not None for each in seen)
+    finally:
+        gc.enable()
+        engine.destroy()
+
+
+def test_batches_of_earlier_steps_are_gone(pool):
+    """But the last one, which the loop of the stream has."""
+    assert pool.run(2, kept, json_of(1, 1, MICRO_BATCHES, pipeline={"stages": 2})) == [1, 1]

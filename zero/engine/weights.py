@@ -37,6 +37,7 @@ from zero.engine.weight_streams import (
 )
 from zero.engine.weight_updates import WeightUpdates
 from zero.log import log_once
+from zero.parallel.pipeline.split import Elsewhere
 
 
 class Unmatched(NamedTuple):
@@ -266,6 +267,12 @@ class Weights:
         """Those of `names` that rank 0's PEFT writes, where the module has adapters; else all. A collective."""
         if not getattr(self._sharded.module, "peft_config", None):
             return names
+        if any(isinstance(each, Elsewhere) for each in self._sharded.module.modules()):
+            raise ValueError(
+                "save_pretrained(): PEFT writes adapters of modules that rank 0 has, and those of other stages of the "
+                "pipeline it has not; engine.save_16bit_model(folder, exclude_frozen_parameters=True) writes all, "
+                "which load_state_dict(torch.load(file), strict=False) of the model gives back outside of the engine"
+            )
         axis = self._sharded.world
         written = _written_by_peft(self._sharded.module, names) if axis.rank == 0 else []
         return {name: names[name] for name in agree(written, axis)[0]}

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.core.sharded_module import ShardedModule
+from zero.core.tensors import map_leaves
 from zero.core.world import Axis
 from zero.parallel.pipeline.messages import Arrival, Departure, Form, Messages, decode, encode
-from zero.parallel.pipeline.stage import Batch, Stage
+from zero.parallel.pipeline.stage import Alias, Batch, Stage
 from zero.plan.pipeline import Action, Kind, Schedule
 
 
@@ -53,6 +54,7 @@ class Runner:
         self.axis, self.sharded = axis, sharded
         self.messages = Messages(axis, sharded.device)
         self.gathers_once, self.reduces_each = gathers_once, reduces_each
+        self.going: list[Departure] = []  # here, not in a pass: what one that fails has sent is to arrive
         reads = [unit for stage in stages for unit in stage.units]
         # Reduced when all stages have ended: other ranks, or another stage here, add to their gradients.
         shared = [each for each in sharded.trained if reads.count(each) != 1 or "pp" in "".join(each.mesh.axes.replica)]
@@ -92,10 +94,13 @@ class Run:
         self._handed: dict[Action, Handed] = {}  # by the action that would receive it from another rank
         self._sending: dict[Action, Sequence[torch.Tensor]] = {}  # by the action that sends it
         self._forms: dict[tuple[int, int], list[Form]] = {}  # of what a stage has given, by it and the micro-batch
-        self._going: list[Departure] = []
         self._held: dict[int, contextlib.ExitStack] = {}
         self._reshards = Counter(action.stage for action in self._actions if action.kind is Kind.RESHARD)
-        self._does = {
+
+    def all(self) -> None:
+        """Do what the schedule says, to the end."""
+        # Here, as methods that `self` had would keep it alive, and the batches, until Python looks for such circles.
+        does = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward,
@@ -108,15 +113,12 @@ class Run:
             Kind.RECEIVE_BACKWARD: self._receive_backward,
             Kind.REDUCE: self._reduce,
         }
-
-    def all(self) -> None:
-        """Do what the schedule says, to the end."""
         try:
             for action in self._actions:
                 with self._runner.axis.watchdog.events.span(action.kind.value, str(action)):
-                    self._does[action.kind](action)
-            for departure in self._going:
-                departure.wait()
+                    does[action.kind](action)
+            while self._runner.going:
+                self._runner.going.pop(0).wait()
             self._runner.messages.settle()
         finally:
             for held in self._held.values():
@@ -131,6 +133,8 @@ class Run:
             said, tensors = self._arrived(Action(Kind.RECEIVE_FORWARD, at, number))
             left, grad = iter(tensors), torch.is_grad_enabled()
             value = decode(said, inputs, lambda form: next(left).requires_grad_(form.needs_grad and grad))
+            # A layer may change it in place, which torch does not allow of a leaf.
+            value = map_leaves(value, lambda leaf: Alias.apply(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         output = self._calls.forward(stage, value, batch)
         if at == len(self._places) - 1:
             output = self._calls.loss(output, number)
@@ -206,9 +210,10 @@ class Run:
         kind, at, number = action
         forward = kind is Kind.SEND_FORWARD
         to = at + 1 if forward else at - 1
-        self._going = [departure for departure in self._going if not departure.done]
+        going = self._runner.going
+        going[:] = [departure for departure in going if not departure.done]
         sent = self._sending.pop(action), self._places[to], "activations" if forward else "gradients"
-        self._going.append(self._runner.messages.send(*sent, f"of micro-batch {number} for stage {to}"))
+        going.append(self._runner.messages.send(*sent, f"of micro-batch {number} for stage {to}"))
 
     def _receive_forward(self, action: Action) -> None:
         _, at, number = action

@@ -41,6 +41,20 @@ class Alive(NamedTuple):
     rest: Any = None
 
 
+class Alias(torch.autograd.Function):
+    """The same memory and gradient by another tensor, no view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """The alias."""
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        """Its gradient."""
+        return grad
+
+
 class Stage:
     """Runs micro-batches forward and backward.
 
@@ -76,7 +90,7 @@ class Stage:
             return [] if not alive.inputs else self._whole(alive)
         # Torch detaches outputs in place, which views cannot be, nor what a node has saved for the weights' turn.
         outputs, grads = (
-            [_Alias.apply(each) for each, _ in _with_grads(alive)],
+            [Alias.apply(each) for each, _ in _with_grads(alive)],
             [grad for _, grad in _with_grads(alive)],
         )
         found, rest = backward_of_inputs(outputs, grads, alive.inputs, self.params)
@@ -102,18 +116,6 @@ class Stage:
         for each in alive.inputs:
             each.grad = None
         return sent
-
-
-class _Alias(torch.autograd.Function):
-    """The same memory and gradient by another tensor, no view."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
 
 
 def _with_grads(alive: Alive) -> list[tuple[torch.Tensor, torch.Tensor | None]]:

@@ -30,8 +30,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether it is a model of transformers."""
-    return any((each.__module__, each.__name__) == _PRETRAINED for each in type(model).__mro__)
+    """Whether it is a model of transformers, or adapters of PEFT around one."""
+    return any(not name or hasattr(model, "peft_config") for name, _ in _pretrained(model))
+
+
+def _pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if any((each.__module__, each.__name__) == _PRETRAINED for each in type(module).__mro__):
+            yield name, module
 
 
 class Trunk(Divided):
@@ -50,8 +56,12 @@ class Trunk(Divided):
         super().__init__(model, held, stages)
         if stages == 1:
             return
-        self._base, self._blocks = model.base_model, layers(model)
-        path = "" if self._base is model else f"{model.base_model_prefix}."
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            self._refuse("its adapter puts virtual tokens in front of the texts; take one inside of blocks (LoRA)")
+        inside, theirs = next(_pretrained(model))
+        self._base, self._blocks = theirs.base_model, layers(model)
+        path = f"{inside}." if inside else ""
+        path += "" if self._base is theirs else f"{theirs.base_model_prefix}."
         plan = getattr(self._base, "_pp_plan", None) or getattr(self._base.config, "base_model_pp_plan", None) or {}
         plan = [f"{path}{name}" for name in plan if name in self._base._modules]
         if (trunk := self._blocks[0].rpartition(".")[0]) not in plan:
