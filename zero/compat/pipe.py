@@ -179,6 +179,11 @@ class PipelineModule(nn.Module):
         """Let go of what was taken out."""
         self._pruned = None
 
+    @property
+    def stands_for(self) -> list[tuple[str, str]]:
+        """Layers of other ranks, by number and class; see `kinds_of`."""
+        return [(str(at), _kind(each)) for at, each in enumerate(self._layers) if self._module(at) is None]
+
     def prepare(self, batch: Batch) -> None:
         """Do nothing: whatever a batch has, the layers are the same."""
 

@@ -150,6 +150,11 @@ def pipelines(file: File, grid: Grid, steps: int | None) -> Iterator[str]:
     if "stages" in section.model_fields_set and grid.size("pp") > 1:
         if not file.managed_gradient_accumulation:
             yield "managed_gradient_accumulation: got false with pipeline.stages; a schedule knows its micro-batches"
+        if file.zero.recompute.modules and file.zero.recompute.policy == "auto":
+            yield (
+                "zero.recompute.policy: got 'auto' with pipeline.stages, of which it does not count the micro-batches "
+                "that are alive; say 'full' or 'selective'"
+            )
         if file.flops_profiler.enabled and section.schedule in SPLIT:
             yield f"flops_profiler.enabled: torch counts no backward in two parts, as {section.schedule} has; take 1f1b"
 

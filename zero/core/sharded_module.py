@@ -379,6 +379,11 @@ def _tree(module: nn.Module, named: dict[nn.Parameter, str], path: str = "") -> 
     children = tuple(_tree(child, named, f"{path}.{name}" if path else name) for name, child in module.named_children())
     repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) or getattr(module, "children_repeat", False)
     kind = type(module).__name__
+    for below, name in getattr(module, "stands_for", ()):  # so that patterns find what other ranks have
+        if below:
+            children += (ModuleNode(f"{path}.{below}".removeprefix("."), name),)
+        else:
+            kind = name
     return ModuleNode(path, kind, own, children, repeats, z3_leaf_module(module), is_apart(module))
 
 

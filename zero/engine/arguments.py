@@ -10,7 +10,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
@@ -139,12 +139,11 @@ def parameter_groups(
     model: nn.Module,
     model_parameters: Iterable[Any] | None,
     stages: bool = False,
-    elsewhere: Collection[nn.Parameter] = (),
 ) -> Groups:
     """Parameter groups as new dicts, without parameters that need no gradient; raises ValueError if none is left.
 
     As torch's optimizers take them: parameters, pairs of a name and a parameter, or groups of either. stages: other
-    ranks may have what this one has not, so that groups without parameters stay; elsewhere: what they have.
+    ranks may have what this one has not, so that groups without parameters stay.
     """
     items = list(model.parameters() if model_parameters is None else model_parameters)
     if not (items and all(isinstance(item, dict) for item in items)):
@@ -158,7 +157,7 @@ def parameter_groups(
         for param in params:
             if not isinstance(param, torch.Tensor):
                 raise ValueError(f"model_parameters: group {index} holds a {type(param).__name__}; wanted parameters")
-        kept = [param for param in dict.fromkeys(params) if param.requires_grad and param not in elsewhere]
+        kept = [param for param in dict.fromkeys(params) if param.requires_grad]
         for param in kept:
             if seen.setdefault(param, index) != index:
                 name = names.get(param, f"of shape {tuple(param.shape)}")

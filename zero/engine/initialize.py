@@ -137,8 +137,9 @@ def initialize(
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
     else:
+        groups, optimizer = _grouped(model, optimizer, model_parameters, settings, data.rank)
         with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
-            zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings, stages)
+            zero_optimizer, groups = _make_optimizer(groups, optimizer, settings, stages)
             scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
             engine = _make_engine(model, zero_optimizer, groups, settings, device, data, training_data, stages)
     engine.lr_scheduler, engine.training_dataloader = scheduler, engine._follow(loader)
@@ -363,32 +364,42 @@ def _divided(
     found.divided.settle()
 
 
+def _grouped(
+    model: nn.Module, client: Any, model_parameters: Iterable[Any] | None, settings: Config, rank: int
+) -> tuple[Groups, torch.optim.Optimizer | None]:
+    """The parameter groups, and the script's optimizer of them; of the whole model, if we are to divide it.
+
+    So groups, and which rule a group has, do not depend on how the model is divided.
+    """
+    if client is None and settings.optimizer is None:
+        return [], None
+    line, we_divide = settings.grid.ranks("pp", rank), "stages" in settings.pipeline.model_fields_set
+    is_part = len(line) > 1 and not (we_divide and getattr(model, "num_stages", None) is None)
+    groups = parameter_groups(model, model_parameters, is_part)
+    if client is not None:
+        client = client_optimizer(client, groups)
+        # The same dicts: a scheduler made for the client's optimizer stays in charge.
+        return [group for group in client.param_groups if group["params"] or is_part], client
+    if settings.optimizer.type.lower() == "muon":
+        muon = MuonParams.model_validate(dict(settings.optimizer.params))
+        groups = muon_groups(model, groups, muon, is_part, not is_part or rank == line[-1])
+    return groups, None
+
+
 def _make_optimizer(
-    model: nn.Module,
-    client: Any,
-    model_parameters: Iterable[Any] | None,
-    settings: Config,
-    divided: Pipelined | None,
+    groups: Groups, client: torch.optim.Optimizer | None, settings: Config, divided: Pipelined | None
 ) -> tuple[ZeroOptimizer | None, Groups]:
     if client is None and settings.optimizer is None:
         return None, []
-    stages = settings.grid.size("pp") > 1
-    elsewhere = divided.elsewhere if divided is not None else ()
-    groups = parameter_groups(model, model_parameters, stages, elsewhere)
+    for group in groups:
+        group["params"] = [param for param in group["params"] if divided is None or param not in divided.elsewhere]
     if client is None:
         section = settings.optimizer
-        params = dict(section.params)
-        if section.type.lower() == "muon":
-            groups = muon_groups(model, groups, MuonParams.model_validate(params))
-        shard_optimizer: ShardOptimizer = make_shard_optimizer(section.type, params, settings.compute_dtype, groups)
+        how = section.type, dict(section.params), settings.compute_dtype, groups
+        shard_optimizer: ShardOptimizer = make_shard_optimizer(*how)
     else:
-        client = client_optimizer(client, groups)
         shard_optimizer = shard_optimizer_of(client, settings.zero_allow_untested_optimizer, settings.compute_dtype)
         client._opt_called = True  # its step() never runs, ours does; a scheduler bound to it would warn of that
-        # The same dicts: a scheduler made for the client's optimizer stays in charge.
-        for group in client.param_groups:
-            group["params"] = [param for param in group["params"] if param not in elsewhere]
-        groups = [group for group in client.param_groups if group["params"] or stages]
     if settings.zero_optimization.offload_optimizer.device == "nvme" and not shard_optimizer.foreseen:
         raise ValueError(
             "zero_optimization.offload_optimizer.device: got 'nvme' with an optimizer class of torch or of the script, "

@@ -21,20 +21,23 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # torch.optim.Muon's, like all values
 _NS_EPS = 1e-7
 
 
-def muon_groups(model: nn.Module, groups: list[dict[str, Any]], params: MuonParams) -> list[dict[str, Any]]:
+def muon_groups(
+    model: nn.Module, groups: list[dict[str, Any]], params: MuonParams, is_part: bool = False, has_head: bool = True
+) -> list[dict[str, Any]]:
     """Each parameter group split into one for Muon and one for AdamW, `use_muon` true and false, if it has both.
 
     The attribute `use_muon` of a parameter decides, then the key of that name in its group, then its place in
     the model: Muon's are matrices that are neither an embedding nor the head, and stacks of them, but not filters.
+    is_part: other ranks have more of the model, so that groups without parameters stay; has_head: this one its end.
     Raises ValueError for a parameter that is no matrix but marked for Muon, and if Muon would get none.
     """
-    names, others = {param: name for name, param in model.named_parameters()}, _not_hidden(model)
+    names, others = {param: name for name, param in model.named_parameters()}, _not_hidden(model, has_head)
     muon = {key: getattr(params, key) for key in _ARGUMENTS} | {"ns_coefficients": _COEFFICIENTS, "eps": _NS_EPS}
     adam = {"betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay, "bias_correction": True}
     muon["lr"] = params.lr if params.muon_lr is None else params.muon_lr
     adam["lr"] = params.lr if params.adam_lr is None else params.adam_lr
     for pattern in params.split:
-        if not any(fnmatchcase(name, pattern) for name in names.values()):
+        if not is_part and not any(fnmatchcase(name, pattern) for name in names.values()):
             raise ValueError(f"optimizer.params.split: '{pattern}' is the name of no parameter")
     found: list[dict[str, Any]] = []
     for group in groups:
@@ -47,7 +50,7 @@ def muon_groups(model: nn.Module, groups: list[dict[str, Any]], params: MuonPara
                 matrices_of(names.get(param, "?"), param.shape, params.split)  # raises if it is no matrix
             parts[bool(chosen)].append(param)
         for rule, kept in parts.items():
-            if kept:
+            if kept or is_part:
                 found.append({**(muon if rule else adam), **group, "params": kept, "use_muon": rule})
     if not any(group["use_muon"] for group in found):
         raise ValueError(
@@ -57,7 +60,7 @@ def muon_groups(model: nn.Module, groups: list[dict[str, Any]], params: MuonPara
     return found
 
 
-def _not_hidden(model: nn.Module) -> set[nn.Parameter]:
+def _not_hidden(model: nn.Module, has_head: bool) -> set[nn.Parameter]:
     """Embeddings, by class or name, the head, and 1-D filters, which have three dims like stacks of matrices.
 
     The head is what a Transformers model returns, else the last linear layer, unless that is in an nn.ModuleList.
@@ -71,7 +74,7 @@ def _not_hidden(model: nn.Module) -> set[nn.Parameter]:
             blocks = (*blocks, f"{path}.")
         elif isinstance(module, nn.Linear):
             last = None if path.startswith(blocks) else module
-    head = getattr(model, "get_output_embeddings", lambda: None)() or last
+    head = getattr(model, "get_output_embeddings", lambda: None)() or (last if has_head else None)
     return others | (set(head.parameters()) if head is not None else set())
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zero.config.sections import ActivationCheckpointing, Recompute
+from zero.core.kinds import kinds_of
 from zero.core.world import Axis
 from zero.log import rank_zero
 from zero.plan.patterns import outermost
@@ -110,9 +111,12 @@ class Recomputing:
         section = self._section
         if not section.modules:
             return
-        kinds = [(name, type(module).__name__) for name, module in model.named_modules()]
-        names = outermost("zero.recompute.modules", kinds, section.modules)
-        chosen = [(name, model.get_submodule(name)) for name in names[:: section.every]]
+        kinds = kinds_of(model)
+        names = outermost(
+            "zero.recompute.modules", [(path, kind.name) for path, kind in kinds.items()], section.modules
+        )
+        found = [(name, kinds[name].module) for name in names[:: section.every]]
+        chosen = [(name, module) for name, module in found if module is not None]
         for name, module in chosen:
             if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
                 raise ValueError(

@@ -7,6 +7,7 @@ and of modules that several stages have a part of, is traced by torch.fx: it may
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from zero.core.hooks import as_forward
+from zero.core.kinds import kinds_of
+from zero.core.tensors import map_leaves
 from zero.parallel.pipeline.partition import params_of
 from zero.parallel.pipeline.stage import Batch
 
@@ -25,9 +29,10 @@ _RANDOM = re.compile("rand|dropout|bernoulli|multinomial|normal")
 class Elsewhere(nn.Module):
     """Stands for a module of another stage."""
 
-    def __init__(self, name: str, stage: int) -> None:
+    def __init__(self, name: str, stage: int, stands_for: Sequence[tuple[str, str]]) -> None:
         super().__init__()
         self._name, self._stage = name, stage
+        self.stands_for = stands_for  # see `kinds_of`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise: it is not here."""
@@ -71,7 +76,8 @@ class Divided:
                 continue
             if child in owner._modules:
                 if next(_held(owner._modules[child]), None) is not None:
-                    self._put(owner._modules, child, Elsewhere(name, stage))
+                    kinds = [(below, kind.name) for below, kind in kinds_of(owner._modules[child]).items()]
+                    self._put(owner._modules, child, Elsewhere(name, stage, kinds))
             elif child in owner._parameters:
                 self._absent[name] = nn.Parameter(owner._parameters[child].detach().to("meta"))
                 self._put(owner._parameters, child, None)
@@ -113,8 +119,10 @@ class Divided:
         names = self._names(batch)
         piece = self._pieces(names)[stage]
         given = dict(zip(piece.takes, values or (), strict=True))
-        inputs = [named[1] for named in names.items()]  # of the placeholders, in order
-        return piece.run(self.model, dict(zip(names, inputs, strict=True)), given)
+        call = functools.partial(piece.run, self.model, names, given)
+        for owner in piece.owners:  # whose own parameters are gathered as its forward does
+            call = functools.partial(as_forward, self.model.get_submodule(owner), call)
+        return call()
 
     def _pieces(self, names: Mapping[str, Any]) -> list[Piece]:
         key = (tuple(names), self.model.training)
@@ -183,18 +191,23 @@ class _Tracer(fx.Tracer):
 class Piece:
     """The part of a traced forward that one stage runs.
 
-    takes, gives: the values that come from the stage before, and go to the next, by their names in the graph.
+    takes: the values that come from the stage before, by their names in the graph; owners: the modules that are called
+    in pieces whose own parameters it reads.
     """
 
     def __init__(self, graph: fx.Graph, takes: list[str], inputs: list[str]) -> None:
         self.takes = takes
         self._graph = graph
         self._inputs = inputs
+        read = (node.target for node in graph.nodes if node.op == "get_attr")
+        self.owners = sorted({name.rpartition(".")[0] for name in read})
 
     def run(self, model: nn.Module, inputs: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
         """Run it on the model's inputs, by name, and on what has come."""
         given = [*(inputs[name] for name in self._inputs), *(values[name] for name in self.takes)]
-        return fx.Interpreter(model, graph=self._graph).run(*given, enable_io_processing=False)
+        found = fx.Interpreter(model, graph=self._graph).run(*given, enable_io_processing=False)
+        # What another stage reads of a parameter must outlive its release.
+        return map_leaves(found, lambda leaf: leaf.clone() if isinstance(leaf, nn.Parameter) else leaf)
 
 
 def split(graph: fx.Graph, stage_of: Mapping[str, int], stages: int, model: nn.Module) -> list[Piece]:
@@ -293,7 +306,7 @@ def _register(model: nn.Module, name: str, param: nn.Parameter) -> None:
     owner = model
     for part in filter(None, path.split(".")):
         if part not in owner._modules and isinstance(owner, Elsewhere):
-            owner._modules[part] = Elsewhere(f"{owner._name}.{part}", owner._stage)
+            owner._modules[part] = Elsewhere(f"{owner._name}.{part}", owner._stage, [])
         owner = owner._modules[part]
     if owner._parameters.get(last) is not param:
         owner._parameters[last] = param

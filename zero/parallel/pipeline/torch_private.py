@@ -67,4 +67,5 @@ def backward_of_weights(params: Sequence[nn.Parameter], rest: Any) -> None:
     """Add to `grad` of the parameters what `backward_of_inputs` has left; hooks on them do not see it."""
     from torch.distributed.pipelining._backward import stage_backward_weight
 
-    stage_backward_weight(iter(params), rest)
+    # A parameter that is read in several ways is in several groups, whose graphs may have nodes in common.
+    stage_backward_weight(iter(params), rest, retain_graph=True)
