@@ -15,31 +15,31 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 50600,
+    "tests": 51000,
     "zero/*.py": 1134,
     "zero/as_deepspeed": 1485,
     "zero/checkpoint": 3183,
-    "zero/compat": 1757,
-    "zero/config": 2427,
-    "zero/core": 7566,
+    "zero/compat": 1762,
+    "zero/config": 2432,
+    "zero/core": 7600,
     "zero/data": 1075,
-    "zero/engine": 7844,
+    "zero/engine": 7854,
     "zero/examples": 99,
     "zero/kernels": 2017,
     "zero/launch": 4280,
     "zero/memory": 1525,
     "zero/monitor": 1188,
-    "zero/optim": 2756,
-    "zero/parallel": 3095,
+    "zero/optim": 2759,
+    "zero/parallel": 3234,
     "zero/plan": 1944,
-    "zero/recompute": 1250,
+    "zero/recompute": 1254,
     "zero/sizes": 1751,
     "zero/tiled": 599,
     "zero/tools": 4894,
     "zero/utils": 428,
     "zero/watchdog": 1549,
 }
-SUM = 109321
+SUM = 109921
 
 
 def parts() -> dict[str, int]:

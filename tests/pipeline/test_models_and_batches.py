@@ -182,6 +182,29 @@ def test_megatron_6500_and_megatron_bridge_5380_a_tied_embedding(pool, schedule,
             torch.testing.assert_close(value, wanted.state[name], rtol=1e-5, atol=1e-7)
 
 
+def standing_twice() -> nn.Module:
+    """A layer that is the second one, and the last but one."""
+    torch.manual_seed(9)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(9)]
+    layers[7] = layers[1]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("stage", [1, *longer(3)])
+@pytest.mark.parametrize(("schedule", "stages", "holders"), [("1f1b", 3, 2), *longer(("zbv", 2, 1), ("gpipe", 4, 2))])
+def test_a_layer_that_stands_on_some_of_the_stages(pool, schedule, stages, holders, stage):
+    """It is the second layer on one of its ranks, and the first on another, and a rank between has none."""
+    json = json_of(stage, 1, 6, gradient_clipping=0.0)
+    section = {"stages": stages, "schedule": schedule, "partition": "uniform"}
+    found = pool.run(stages, pipelined, json | {"pipeline": section}, standing_twice)
+    wanted = pool.run(1, accumulated, json_of(min(stage, 1), 1, 6, gradient_clipping=0.0), standing_twice)[0]
+    assert sum("1.weight" in each.state for each in found) == holders
+    for each in found:
+        torch.testing.assert_close(each.norms, wanted.norms, rtol=1e-6, atol=0)
+        for name, value in each.state.items():
+            torch.testing.assert_close(value, wanted.state[name], rtol=1e-5, atol=1e-7)
+
+
 # -- micro-batches
 
 

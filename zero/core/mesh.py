@@ -162,7 +162,7 @@ class Meshes:
         """The axis along this rank's group of `lists`, places in the world; NCCL `reduces` over a group of its own."""
         world = self._world
         (own,) = [places for places in lists if world.rank in places]
-        if len(own) == 1:
+        if max(map(len, lists)) == 1:
             return world.point()
         key, reduces = tuple(lists), reduces and world.native
         if key not in self._axes:
@@ -173,7 +173,7 @@ class Meshes:
         if reduces and self._axes[key].second_ref is None:
             second = weakref.ref(world.new_group(lists, self._timeout))
             self._axes[key] = replace(self._axes[key], second_ref=second)
-        return self._axes[key]
+        return self._axes[key] if len(own) > 1 else world.point()  # it has made the groups of the others, too
 
     def _with_sums(self, axis: Axis) -> Axis:
         """The axis, and what is summed along it here."""

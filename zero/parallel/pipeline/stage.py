@@ -9,7 +9,7 @@ import torch
 
 from zero.core.tensors import tensors_in
 from zero.core.unit import Unit
-from zero.parallel.pipeline.torch_private import backward_of_inputs, backward_of_weights
+from zero.parallel.pipeline.two_parts import backward_of_inputs, backward_of_params
 
 
 class Batch(NamedTuple):
@@ -88,14 +88,7 @@ class Stage:
             # Nothing to send: all of it is of the weights. Or no weights: all of it is of the inputs.
             self.alive[number] = alive
             return [] if not alive.inputs else self._whole(alive)
-        # Torch detaches outputs in place, which views cannot be, nor what a node has saved for the weights' turn.
-        outputs, grads = (
-            [Alias.apply(each) for each, _ in _with_grads(alive)],
-            [grad for _, grad in _with_grads(alive)],
-        )
-        found, rest = backward_of_inputs(outputs, grads, alive.inputs, self.params)
-        for each in alive.inputs:
-            each.grad = None
+        found, rest = backward_of_inputs(_with_grads(alive), alive.inputs, self.params)
         self.alive[number] = alive._replace(outputs=(), rest=rest)
         return [_laid_out(grad, each) for grad, each in zip(found, alive.inputs, strict=True)]
 
@@ -103,7 +96,7 @@ class Stage:
         """What `backward_input` has left; hooks on parameters may not see all of the gradients."""
         alive = self.alive.pop(number)
         if alive.rest is not None:
-            backward_of_weights(self.params, alive.rest)
+            backward_of_params(alive.rest)
         elif not alive.inputs:
             self._whole(alive)
 

@@ -1,4 +1,4 @@
-"""Every private name of torch that pipelines use, with what we need of it: schedules, and a backward in two parts."""
+"""Every private name of torch that pipelines use, with what we need of it: schedules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -49,23 +48,3 @@ def pipeline_orders(
         )
     where = schedule.stage_index_to_group_rank
     return found, [where[at] for at in range(places * per_rank)]
-
-
-def backward_of_inputs(
-    outputs: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    params: Sequence[nn.Parameter],
-) -> tuple[Sequence[torch.Tensor | None], Any]:
-    """The gradients of the inputs alone, and what `backward_of_weights` wants for the rest of the graph."""
-    from torch.distributed.pipelining._backward import stage_backward_input
-
-    return stage_backward_input(list(outputs), list(grads), list(inputs), iter(params))
-
-
-def backward_of_weights(params: Sequence[nn.Parameter], rest: Any) -> None:
-    """Add to `grad` of the parameters what `backward_of_inputs` has left; hooks on them do not see it."""
-    from torch.distributed.pipelining._backward import stage_backward_weight
-
-    # A parameter that is read in several ways is in several groups, whose graphs may have nodes in common.
-    stage_backward_weight(iter(params), rest, retain_graph=True)
