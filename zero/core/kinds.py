@@ -7,23 +7,23 @@ from typing import NamedTuple
 from torch import nn
 
 
-class Kind(NamedTuple):
+class ModuleKind(NamedTuple):
     """The class of a module by name, and the module, None where another rank has it."""
 
     name: str
     module: nn.Module | None
 
 
-def kinds_of(model: nn.Module) -> dict[str, Kind]:
+def kinds_of(model: nn.Module) -> dict[str, ModuleKind]:
     """By path, parents before children.
 
     `stands_for` of a module: pairs of a path below it and a class, of what is elsewhere; "" is the module's own place.
     """
-    found: dict[str, Kind] = {}
+    found: dict[str, ModuleKind] = {}
     for path, module in model.named_modules():
         away = {f"{path}.{below}".strip("."): kind for below, kind in getattr(module, "stands_for", ())}
         if path not in away:
-            found.setdefault(path, Kind(type(module).__name__, module))
+            found.setdefault(path, ModuleKind(type(module).__name__, module))
         for place, kind in away.items():
-            found.setdefault(place, Kind(kind, None))
+            found.setdefault(place, ModuleKind(kind, None))
     return found

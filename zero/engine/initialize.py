@@ -124,24 +124,23 @@ def initialize(
     source = resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
     keep_cuts(model)
-    layered = isinstance(model, PipelineModule)
     cut = any(cut_of(param) is not None for param in model.parameters())
-    data = data_ranks(mesh_param, device_mesh, mpu, cut, model._sizes if layered else {})
+    data = data_ranks(mesh_param, device_mesh, mpu, cut, model._sizes if isinstance(model, PipelineModule) else {})
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
     settings = _load(source, data, stand_ins, assigned, model)
     device = local_device()
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
-    loader = _make_loader(settings, device, data, layered, training_data, collate_fn)
+    loader = _make_loader(settings, device, data, isinstance(model, PipelineModule), training_data, collate_fn)
     if assigned is not None and assigned.plain:
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
     else:
-        groups, optimizer = _grouped(model, optimizer, model_parameters, settings, data.rank)
+        groups, client = _grouped(model, optimizer, model_parameters, settings, data.rank)
         with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
-            zero_optimizer, groups = _make_optimizer(groups, optimizer, settings, stages)
+            zero_optimizer = _make_optimizer(groups, client, settings, stages)
             scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
-            engine = _make_engine(model, zero_optimizer, groups, settings, device, data, training_data, stages)
+            engine = _make_engine(model, zero_optimizer, settings, device, data, training_data, stages)
     engine.lr_scheduler, engine.training_dataloader = scheduler, engine._follow(loader)
     if assigned is not None:
         assigned.watch(engine)
@@ -193,7 +192,6 @@ def _make_loader(
 def _make_engine(
     model: nn.Module,
     zero_optimizer: ZeroOptimizer | None,
-    groups: Groups,
     settings: Config,
     device: torch.device,
     data: DataRanks,
@@ -203,6 +201,7 @@ def _make_engine(
     stage, managed = settings.zero_optimization.stage, settings.managed_gradient_accumulation
     sharding = Sharding.of_stage(stage, settings.reduces_each, managed)
     shard_optimizer = zero_optimizer.shard_optimizer if zero_optimizer else None
+    groups = zero_optimizer.param_groups if zero_optimizer else []
     recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, device)
     zero = settings.zero
     shard_size, cp = data.sharded_over(settings), settings.sequence_parallel_size
@@ -388,9 +387,9 @@ def _grouped(
 
 def _make_optimizer(
     groups: Groups, client: torch.optim.Optimizer | None, settings: Config, divided: Pipelined | None
-) -> tuple[ZeroOptimizer | None, Groups]:
+) -> ZeroOptimizer | None:
     if client is None and settings.optimizer is None:
-        return None, []
+        return None
     for group in groups:
         group["params"] = [param for param in group["params"] if divided is None or param not in divided.elsewhere]
     if client is None:
@@ -409,5 +408,4 @@ def _make_optimizer(
     refuse_streaming(settings.zero_optimization.offload_optimizer, local_device(), shard_optimizer.factor_on_device)
     check = settings.bf16.check_grad_overflow if settings.bf16.enabled else True
     scaler = make_loss_scaler(settings)
-    optimizer = ZeroOptimizer(groups, shard_optimizer, settings.gradient_clipping, check, scaler, client)
-    return optimizer, optimizer.param_groups
+    return ZeroOptimizer(groups, shard_optimizer, settings.gradient_clipping, check, scaler, client)

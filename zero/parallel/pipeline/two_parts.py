@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils.checkpoint import GraphExecGroup
 
 Users = Mapping[Node, Sequence[Node]]  # of a node, those that gradients come from
 
@@ -63,6 +62,8 @@ def backward_of_inputs(
 
 def backward_of_params(rest: Rest) -> None:
     """Add to `grad` of the parameters; hooks that run once gradients are added do not see it."""
+    from torch.utils.checkpoint import GraphExecGroup  # pipelines want a torch that has it; not all of zero does
+
     # Those of several nodes run others between them again: before these let go of what they need, and without sharing
     # what is recomputed, which is so once for all groups where each has a node of its own.
     groups = sorted(rest.groups, key=lambda group: len(group.nodes), reverse=True)
