@@ -93,7 +93,7 @@ class Stage:
         return [_laid_out(grad, each) for grad, each in zip(found, alive.inputs, strict=True)]
 
     def backward_weight(self, number: int) -> None:
-        """What `backward_input` has left; hooks on parameters may not see all of the gradients."""
+        """What `backward_input` has left; `Reducer.sweep` then runs hooks that autograd did not."""
         alive = self.alive.pop(number)
         if alive.rest is not None:
             backward_of_params(alive.rest)
