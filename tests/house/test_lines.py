@@ -23,7 +23,7 @@ LIMITS = {
     "zero/config": 2432,
     "zero/core": 7600,
     "zero/data": 1075,
-    "zero/engine": 7852,
+    "zero/engine": 7853,
     "zero/examples": 99,
     "zero/kernels": 2017,
     "zero/launch": 4280,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1549,
 }
-SUM = 109920
+SUM = 109921
 
 
 def parts() -> dict[str, int]:

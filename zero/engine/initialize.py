@@ -373,7 +373,8 @@ def _grouped(
     if client is None and settings.optimizer is None:
         return [], None
     line, we_divide = settings.grid.ranks("pp", rank), "stages" in settings.pipeline.model_fields_set
-    is_part = len(line) > 1 and not (we_divide and getattr(model, "num_stages", None) is None)
+    in_parts = isinstance(model, PipelineModule) and model.num_stages is not None
+    is_part = len(line) > 1 and (in_parts or not we_divide)
     groups = parameter_groups(model, model_parameters, is_part)
     if client is not None:
         client = client_optimizer(client, groups)
