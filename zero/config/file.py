@@ -9,6 +9,7 @@ from pydantic import Field
 from zero.config.errors import dotted, nearest
 from zero.config.monitor_sections import Comet, CommsLogger, Csv, FlopsProfiler, TensorBoard, Wandb
 from zero.config.pipeline import Pipeline
+from zero.config.tensor_parallel import TensorParallel
 from zero.config.sections import (
     ActivationCheckpointing,
     Aio,
@@ -128,7 +129,7 @@ class File(Section):
     msamp: Annotated[Settings, Unavailable("MS-AMP is not available; use bf16", on=enabled)]
     pipeline: Pipeline = absent(Pipeline)
     """Layers divided among ranks."""
-    tensor_parallel: Settings
+    tensor_parallel: TensorParallel = absent(TensorParallel)
     """`autotp_size`, `tp.tp_size`: ranks that layers are cut over, where a script says how by `zero.set_cut`."""
     expert_parallel: Annotated[Settings, Unavailable(_NOT_FOR_YOU, on=beyond("enabled", "autoep_size", "ep_size"))]
     """`autoep_size`: ranks that experts are divided among, where a script says how by `zero.set_cut`; anything else in

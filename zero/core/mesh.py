@@ -118,6 +118,11 @@ class Meshes:
         """The ranks that hold the same modules: all, but for those along pp; collective."""
         return self.along(*AXES[1:])
 
+    @property
+    def apart(self) -> Axis:
+        """The ranks that have other stages, samples or tokens than this one: all, but for those along tp; collective."""
+        return self.along(*AXES[:-1])
+
     def along(self, *names: str) -> Axis:
         """The ranks along these axes of the grid; collective."""
         return self._along(self.grid.lists(*names), reduces=False)

@@ -40,6 +40,7 @@ from zero.monitor.monitor import Monitor
 from zero.optim.optimizer import ZeroOptimizer
 from zero.parallel.pipeline.build import Pipelined
 from zero.parallel.shared import SharedSequences
+from zero.parallel.tensor.cutting import CutModel
 from zero.recompute.modules import Recomputing
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         data: Axis,
         sharing: SharedSequences | None,
         pipelined: Pipelined | None = None,
+        tensors: CutModel | None = None,
     ) -> None:
         super().__init__()
         self.module = sharded.module
@@ -108,7 +110,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._metrics = Metrics(data, device)
         self._offload = StateOffload(sharded, optimizer, device)
         self._compiler = BlockCompiler(sharded, status)
-        parts = recomputing, self._accumulation, self._saving, status, sharing
+        parts = recomputing, self._accumulation, self._saving, status, sharing, tensors
         self._training = TrainingStep(sharded, optimizer, device, *parts)
         if pipelined is not None:
             parts = self._training, self._accumulation, sharded, status, data
@@ -297,6 +299,8 @@ class Engine(DeepSpeedGetters, nn.Module):
             self._undo_parts()
             failed = optimizer is not None and optimizer.failure is not None
             sharded.dissolve(failed or sharded.world.watchdog.broken)
+            if self._training.tensors is not None:
+                self._training.tensors.restore(alone=sharded.world.watchdog.broken)
             if optimizer is not None:
                 self._training.conclude()
             self._progress.log_end()

@@ -66,6 +66,8 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.parallel.pipeline.build import Pipelined, pipelined
 from zero.parallel.shared import SharedSequences
+from zero.parallel.tensor.cutting import CutModel, cut_model, planned
+from zero.parallel.tensor.plan import TensorPlan
 from zero.plan.cut import Box, Cut, cover_error
 from zero.plan.formats import Formats
 from zero.plan.grid import DATA, UnitAxes
@@ -136,11 +138,12 @@ def initialize(
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
     else:
+        plan = planned(model, settings, data.rank) if settings.grid.size("tp") > 1 else None
         groups, client = _grouped(model, optimizer, model_parameters, settings, data.rank)
         with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
             zero_optimizer = _make_optimizer(groups, client, settings, stages)
             scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
-            engine = _make_engine(model, zero_optimizer, settings, device, data, training_data, stages)
+            engine = _make_engine(model, zero_optimizer, settings, device, data, training_data, stages, plan)
     engine.lr_scheduler, engine.training_dataloader = scheduler, engine._follow(loader)
     if assigned is not None:
         assigned.watch(engine)
@@ -197,6 +200,7 @@ def _make_engine(
     data: DataRanks,
     training_data: Dataset | Sequence[Any] | None,
     stages: Pipelined | None,
+    plan: TensorPlan | CutModel | None,
 ) -> Engine:
     stage, managed = settings.zero_optimization.stage, settings.managed_gradient_accumulation
     sharding = Sharding.of_stage(stage, settings.reduces_each, managed)
@@ -207,10 +211,11 @@ def _make_engine(
     shard_size, cp = data.sharded_over(settings), settings.sequence_parallel_size
     same = {"shard_size": shard_size, "zero_hpz_partition_size": settings.secondary_shard_size}
     world = make_world(zero.timeout, zero.check_order, data.group, same)
-    sharded = sharing = None
+    sharded = sharing = tensors = None
     try:
         meshes = Meshes(world, settings.grid, sharding, settings.secondary_shard_size, zero.reduce, zero.timeout)
         with world.watchdog.call(Phase.INITIALIZE):
+            tensors = None if plan is None else cut_model(model, plan, meshes, settings.tensor_parallel)
             _agree(model, groups, settings, sharding, world, meshes)
             if (other := sharer(model, settings)) is not None and zero_optimizer is None:
                 world.watchdog.close()
@@ -230,13 +235,16 @@ def _make_engine(
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
             over = meshes.along(*DATA)
             made_by = Engine if stages is None else PipelineEngine
-            engine = made_by(sharded, zero_optimizer, settings, device, recomputing, initialize, over, sharing, stages)
+            parts = over, sharing, stages, tensors
+            engine = made_by(sharded, zero_optimizer, settings, device, recomputing, initialize, *parts)
     except BaseException:
         recomputing.undo()
         if sharing is not None:
             sharing.close()
         if sharded is not None:
             sharded.dissolve(world.watchdog.broken)
+        if tensors is not None:
+            tensors.restore(alone=True)
         world.watchdog.close()
         raise
     engine._progress.log_start()

@@ -55,7 +55,7 @@ class Pipeline:
         self._whole = training.model
         if len(pipelined.places) > 1 and training.randomness is None:
             # Ranks that were seeded alike would drop the same places in every stage.
-            training.randomness = Randomness(sharded.world, sharded.device)
+            training.randomness = Randomness(sharded.world, sharded.device, sharded.meshes.apart)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model, where all of it is here."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zero.core import comm
-from zero.core.world import World
+from zero.core.world import Axis, World
 from zero.data.seeds import mixed
 
 _PARTS = 32  # bits for forwards of one micro-batch
@@ -24,9 +24,9 @@ class Randomness:
     numbers outside of the engine's forward, augmentation in the dataset) is the script's own.
     """
 
-    def __init__(self, world: World, device: torch.device) -> None:
-        """Collective: every rank takes rank 0's seed."""
-        self._world = world
+    def __init__(self, world: World, device: torch.device, own: Axis) -> None:
+        """Collective: every rank takes rank 0's seed. `own`: the ranks that run something of their own."""
+        self._own = own
         self._device = device
         seed = torch.initial_seed()
         words = torch.tensor([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], device=device)
@@ -44,7 +44,7 @@ class Randomness:
         """
         if self._place != (step, micro_batch):
             self._place, self._forwards = (step, micro_batch), 0
-        shared = micro_batch * self._world.size + self._world.rank
+        shared = micro_batch * self._own.size + self._own.rank
         seed = mixed(*self._base, step, shared, self._forwards + (self.part << _PARTS))
         self._forwards += 1
         generators = [torch.default_generator]

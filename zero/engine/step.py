@@ -56,6 +56,7 @@ from zero.monitor.comms import Traffic, table
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
 from zero.parallel.shared import SharedSequences
+from zero.parallel.tensor.cutting import CutModel
 from zero.plan.grid import DATA
 from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
@@ -74,6 +75,7 @@ class TrainingStep:
         saving: CheckpointSaver,
         status: Status,
         sharing: SharedSequences | None,
+        tensors: CutModel | None,
     ) -> None:
         config = accumulation.config
         every = config.zero.check_replicas
@@ -81,7 +83,10 @@ class TrainingStep:
         self.progress = Progress(config, sharded, optimizer, status, device)
         self.record = StepRecord(sharded.world, device, status, sharded.meshes.grid.ranks(DATA, 0))
         self.sharing = sharing
-        self.randomness = Randomness(sharded.world, device) if sharded.numerics.tree else None
+        self.tensors = tensors
+        self.randomness: Randomness | None = None
+        if sharded.numerics.tree or tensors is not None:
+            self.randomness = Randomness(sharded.world, device, sharded.meshes.apart)
         self.replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None
         norms, alarm = config.zero.unit_norms, config.zero.alarm
         self.norms = optimizer.watch_norms(norms) if norms and optimizer is not None else None
@@ -117,6 +122,8 @@ class TrainingStep:
         if self._sharded.module.training and torch.is_grad_enabled():
             self.record.batch((inputs, kwargs))
             self._weighing.forward(kwargs)
+        if self.tensors is not None:
+            inputs, kwargs = self.tensors.begin(inputs, kwargs)
         model = self.model
         if self.sharing is not None:
             model = functools.partial(self.sharing.run, model, self._begins_first)
@@ -252,6 +259,8 @@ class TrainingStep:
         self._status.step_applied = False
         with self._accumulation.ending_micro_batch(partial) as boundary:
             if boundary:
+                if self.tensors is not None:
+                    self.tensors.before_step()
                 self._update()
                 if not self._accumulation.config.managed_gradient_accumulation:
                     self._accumulation.count_samples(self._optimizer.reports)

@@ -129,9 +129,12 @@ def box_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """The error of boxes as parts of a tensor of this shape, or None."""
     if problem := _outside(shape, boxes):
         return problem
-    for at, box in enumerate(boxes):
-        if other := next((each for each in boxes[:at] if each.intersect(box)), None):
+    near: list[Box] = []  # that reach the row of the first dim that the next box begins at
+    for box in sorted(boxes):
+        near = [each for each in near if not shape or each.offset[0] + each.sizes[0] > box.offset[0]]
+        if other := next((each for each in near if each.intersect(box)), None):
             return f"boxes {other.offset} + {other.sizes} and {box.offset} + {box.sizes} overlap"
+        near.append(box)
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +64,8 @@ class Grid:
     sizes: by axis or one of `WORDS`; missing ones are 1, except dp_shard, which then takes the remaining ranks.
     ep: consecutive ranks that experts are divided among; it divides dp_shard x cp x tp.
     `lists` and `ranks` know also mp, the model-parallel ranks of a replica (pp x tp), embedding, its first and last
-    stage, and places along pp, as in "pp:0,3": those of these places form one group, and those of others another.
+    stage, and places along pp, as in "pp:0,3": those of these places form one group, and those of others another. An
+    axis of 4 runs of 2 places is "tp/2" x "tp%2": along "tp/2" lie the same places of all runs, along "tp%2" one run.
     Raises GridError for sizes that do not make up `world` ranks, with the nearest that do.
     """
 
@@ -184,14 +186,19 @@ class Grid:
     def _steps(self, names: Sequence[str]) -> tuple[list[range], list[range]]:
         """What is added to a rank along each of these axes, and along each of the others, from the outermost in."""
         axes = {axis for name in names for axis in (("pp", "tp") if name == "mp" else (name,))}
-        order = AXES if axes <= {*AXES} else EXPERT_AXES
-        if not axes <= {*order}:
+        runs = {axis: int(run) for axis, run in (re.split("[/%]", name) for name in axes if re.search("[/%]", name))}
+        order = AXES if {re.split("[/%]", name)[0] for name in axes} <= {*AXES} else EXPERT_AXES
+        if not {re.split("[/%]", name)[0] for name in axes} <= {*order}:
             raise GridError(f"no groups are along {', '.join(names)}; axes are {AXES} and, for experts, {EXPERT_AXES}")
         stride, along, fixed = self.world, [], []
         for axis in order:
-            steps = range(0, stride, stride // self.sizes[axis])
-            (along if axis in axes else fixed).append(steps)
-            stride = steps.step
+            step, run = stride // self.sizes[axis], runs.get(axis, 1)
+            for name, steps in (
+                (f"{axis}/{run}", range(0, stride, step * run)),
+                (f"{axis}%{run}", range(0, step * run, step)),
+            ):
+                (along if {axis, name} & axes else fixed).append(steps)
+            stride = step
         return along, fixed
 
 

@@ -1,0 +1,1 @@
+"""Layers cut over tensor-parallel ranks."""

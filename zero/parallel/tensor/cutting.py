@@ -1,0 +1,196 @@
+"""Cuts a model as a plan says: slices of the first rank's values, forwards that move what goes through, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.config import Config
+from zero.config.tensor_parallel import TensorParallel
+from zero.core import comm
+from zero.core.init.deferred_param import DeferredParam, ShardStorage
+from zero.core.mesh import Meshes
+from zero.core.owner import axes_of, cut_of, owner_of, set_cut, share_along
+from zero.core.world import Axis, local_device
+from zero.parallel.pipeline.split import Elsewhere
+from zero.parallel.tensor import moves
+from zero.parallel.tensor.forward import CutForward, Regions, Replaced, Scope, Section, Trunk, has_dropout
+from zero.parallel.tensor.layers import set_widths
+from zero.parallel.tensor.first_step import FirstStep, broadcast_batch, compare_batch
+from zero.parallel.tensor.plan import Place, TensorPlan, is_inside, merged, tensor_plan
+from zero.plan.grid import UnitAxes
+
+_RECORD = "_zero_cut_model"  # of a model that is cut
+
+
+class CutModel:
+    """A model that is cut over the ranks along an axis, until `restore`."""
+
+    def __init__(self, model: nn.Module, plan: TensorPlan, meshes: Meshes, section: TensorParallel) -> None:
+        """Collective over the axis: all ranks take the values of its first one."""
+        self.plan, self.axis = plan, meshes.along("tp")
+        self._model, self._broadcasts = model, section.broadcast_batch
+        self._compared = False
+        self._forwards: list[Replaced] = []
+        self._changed: list[tuple[nn.Module, str, Any]] = []
+        self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []
+        self.sections: list[Section] = []
+        try:
+            self._cut(meshes)
+            self._replace()
+        except BaseException:
+            self._undo()
+            raise
+        self._first: FirstStep | None = FirstStep(model, plan, self.axis)
+        model.__dict__[_RECORD] = self
+
+    def attach(self, meshes: Meshes) -> None:
+        """The model has another engine, whose ranks are the same."""
+        self.axis = meshes.along("tp")
+        for forward in self._forwards:
+            forward.axis = self.axis
+
+    def begin(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The batch of a forward, which ranks along the axis share; the first is compared, or all are sent."""
+        if self._broadcasts:
+            return broadcast_batch((inputs, kwargs), self.axis)
+        if not self._compared:
+            compare_batch((inputs, kwargs), self.axis)
+            self._compared = True
+        return inputs, kwargs
+
+    def before_step(self) -> None:
+        """Gradients are there: those of the first step are compared; what was seen in it of sections holds from now on."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            first.compare()
+            for section in self.sections:
+                section.scatters = section.learned
+
+    def _cut(self, meshes: Meshes) -> None:
+        for name, param in list(self._model.named_parameters()):
+            place, owner = self.plan.places.get(name), owner_of(param)
+            deferred = owner.unit if owner is not None and isinstance(owner.unit, DeferredParam) else None
+            if deferred is None:
+                comm.broadcast(param.detach(), 0, self.axis, name)
+            if place is None:
+                continue  # where it is deferred it has the values of rank 0, whoever holds them
+            self._placed.append((param, place, axes_of(param)))
+            axes = merged(axes_of(param), place.axes)
+            if place.cut is None:
+                share_along(axes, [param])
+                continue
+            storage = None
+            if deferred is not None:
+                storage = ShardStorage(deferred.shard.values.device, deferred.shard.values.is_pinned())
+                deferred.open()
+                deferred.make_plain()
+            param.data = sliced(param.detach(), place, self.axis.rank)
+            set_cut(param, place.cut, axes)
+            if storage is not None:
+                DeferredParam(param, name, 0, meshes.of, 0).close(storage)
+
+    def _replace(self) -> None:
+        plan, named = self.plan, dict(self._model.named_modules())
+        here = {name: each for name, each in named.items() if not isinstance(each, Elsewhere)}
+        regions = Regions(self.axis, local_device())
+        trunk, sections = None, {}
+        if names := [name for name in plan.trunk if name in here]:
+            trunk = Trunk(here[names[0]], here[names[-1]], self.axis)
+            self._forwards += trunk.ends
+        for name in (name for name in plan.sections if name in here and trunk is not None):
+            drops = regions if has_dropout(list(here[name].modules())) else None
+            sections[name] = Section(here[name], self.axis, drops, trunk)
+            self._forwards.append(sections[name])
+        self.sections = list(sections.values())
+        scopes: dict[str, Scope] = dict(sections)
+        for block in (block for block in plan.blocks if block.scope in here):
+            around = next((each for name, each in sections.items() if is_inside(block.scope, name)), None)
+            if block.scope not in scopes:
+                drops = regions if has_dropout(list(here[block.scope].modules())) else None
+                scopes[block.scope] = Scope(here[block.scope], self.axis, drops, around)
+                self._forwards.append(scopes[block.scope])
+            for layer in block.layers:
+                if layer.name in here and not layer.param:
+                    self._forwards.append(CutForward(layer, self.axis, scopes[block.scope], around))
+                    set_widths(layer, self._changed)
+        for layer in plan.alone:
+            if layer.name in here and not layer.param and (layer.style.takes or layer.style.gives):
+                self._forwards.append(CutForward(layer, self.axis, None, None))
+                if layer.divided:
+                    set_widths(layer, self._changed)
+        for module, name, block in plan.counted:
+            value, share = (
+                getattr(module, name),
+                max((layer.share for layer in block.layers), key=lambda each: each.groups),
+            )
+            self._changed.append((module, name, value))
+            repeats = name == "num_key_value_groups"  # each rank has one head of keys, and these of queries
+            setattr(module, name, share.count if repeats else value * share.count // share.groups)
+
+    @torch.no_grad()
+    def restore(self, alone: bool = False) -> None:
+        """Make the model whole again; collective, but where other ranks are gone, `alone`: then their parts are NaN."""
+        axis = None if alone else self.axis
+        self._model.__dict__.pop(_RECORD, None)
+        if self._first is not None:
+            self._first.close()
+        for param, place, axes in self._placed:
+            if place.cut is not None:
+                param.data = joined(param.detach(), place, axis)
+                param._zero_cut = None
+            share_along(axes, [param])
+        self._placed = []
+        self._undo()
+
+    def _undo(self) -> None:
+        for forward in reversed(self._forwards):
+            forward.undo()
+        for module, name, value in reversed(self._changed):
+            setattr(module, name, value)
+        self._forwards, self._changed = [], []
+
+
+def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutModel | None:
+    """How the model is to be cut; None where it has been by hand, the record of it where by an engine that was dropped.
+
+    Raises ValueError for what cannot be cut.
+    """
+    ranks = settings.grid.ranks("tp", rank)
+    if (before := model.__dict__.get(_RECORD)) is not None:
+        if (before.plan.rank, before.plan.ranks) != (ranks.index(rank), len(ranks)):
+            raise ValueError(
+                f"initialize(): an engine that was dropped has cut this model over {before.plan.ranks} ranks, and the JSON "
+                f"says {len(ranks)}; call destroy() of an engine before another one is made"
+            )
+        return before
+    if any(cut_of(param) is not None for param in model.parameters()):
+        return None
+    return tensor_plan(model, settings.tensor_parallel, ranks.index(rank), len(ranks))
+
+
+def cut_model(model: nn.Module, plan: TensorPlan | CutModel, meshes: Meshes, section: TensorParallel) -> CutModel:
+    """Cut a model as planned; collective."""
+    if isinstance(plan, CutModel):
+        plan.attach(meshes)
+        return plan
+    return CutModel(model, plan, meshes, section)
+
+
+def sliced(values: torch.Tensor, place: Place, rank: int) -> torch.Tensor:
+    """What a rank has of a whole tensor, in memory of its own."""
+    return torch.cat([values.narrow(place.dim, start, size) for start, size in place.ranges[rank]], place.dim)
+
+
+def joined(values: torch.Tensor, place: Place, axis: Axis | None) -> torch.Tensor:
+    """The whole tensor of which each rank along the axis has a slice."""
+    full = values.new_full(place.cut.shape, float("nan"))
+    sizes = [sum(size for _, size in ranges) for ranges in place.ranges]
+    if axis is not None:
+        parts = zip(moves.all_gather(values, axis, place.dim, sizes).split(sizes, place.dim), place.ranges, strict=True)
+        for part, ranges in parts:
+            for (start, size), piece in zip(ranges, part.split([size for _, size in ranges], place.dim), strict=True):
+                full.narrow(place.dim, start, size).copy_(piece)
+    return full

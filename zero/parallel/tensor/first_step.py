@@ -1,0 +1,122 @@
+"""Comparisons over tensor-parallel ranks before the first update: the batch, and gradients of what is whole on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zero.core import comm
+from zero.core.agree import agree
+from zero.core.tensors import map_leaves, tensors_in
+from zero.core.world import Axis
+from zero.parallel.tensor.plan import TensorPlan
+
+_ERRORS = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+}  # that may part equal sums, whose order a device chooses; 16 bits: 0.1
+
+
+class FirstStep:
+    """Watches the first backward of a model: which parameters have the same gradients on all ranks along the axis."""
+
+    def __init__(self, model: nn.Module, plan: TensorPlan, axis: Axis) -> None:
+        self._axis = axis
+        self._sums = {name: place.said for name, place in plan.places.items() if place.cut is None}
+        cut = {name for name, place in plan.places.items() if place.cut is not None}
+        self._seen: dict[str, Tensor] = {}
+        self._errors: dict[str, float] = {}
+        self._handles: list[RemovableHandle] = []
+        for name, param in model.named_parameters():
+            if name not in cut and param.requires_grad:
+                self._errors[name] = 0.0
+                self._handles.append(param.register_hook(self._watch(name)))
+
+    def _watch(self, name: str) -> Any:
+        def seen(grad: Tensor) -> None:
+            if name not in self._seen:
+                values = grad.detach().reshape(-1).double()
+                signs = 1 - 2 * (torch.arange(len(values), device=values.device) * 2654435761 % 4096 // 2048).double()
+                self._seen[name] = torch.stack([values.square().sum(), (values * signs).sum()])
+                self._errors[name] = _ERRORS.get(grad.dtype, 0.1)
+
+        return seen
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def compare(self) -> None:
+        """Raise RuntimeError on all ranks along the axis where a gradient is not as the plan says; collective."""
+        self.close()
+        if not self._errors:
+            return
+        zeros = torch.zeros(2, dtype=torch.float64)
+        rows = torch.stack([self._seen.get(name, zeros).cpu() for name in self._errors]).flatten()
+        found = comm.gather_scalars(rows, self._axis, "first gradients of layers").view(self._axis.size, -1, 2)
+        errors = agree(dict(self._errors), self._axis)
+        for at, name in enumerate(self._errors):
+            squares, signed = found[:, at].unbind(1)
+            norm, error = float(squares.max()) ** 0.5, max(each[name] for each in errors)
+            apart = max(float(signed.max() - signed.min()), norm - float(squares.min()) ** 0.5)
+            if name in self._sums:
+                if self._sums[name] and norm and apart == 0:
+                    raise RuntimeError(
+                        f"tensor_parallel: the plan says that ranks see different parts of what parameter '{name}' works "
+                        "on, and its gradient is the same on all of them: their sum would be wrong. Say 'replicate' of "
+                        "it, or leave it out of the plan"
+                    )
+            elif apart > error * norm:
+                raise RuntimeError(
+                    f"tensor_parallel: parameter '{name}' is whole on {self._axis.size} ranks, and its gradient is "
+                    f"not the same on them (norms {', '.join(f'{float(each) ** 0.5:.6g}' for each in squares)}): ranks "
+                    "see different parts of what it works on, or different batches. Say "
+                    "'replicated_with_grad_allreduce' of its module in the plan, whose gradients are summed over ranks"
+                )
+
+
+def compare_batch(inputs: Any, axis: Axis) -> None:
+    """Raise RuntimeError on all ranks along the axis unless they have the same batch; collective."""
+    mine = [[list(each.shape), str(each.dtype), *_digest(each)] for each in tensors_in(inputs)]
+    every = agree(mine, axis, name="first batch")
+    other = next((rank for rank, each in enumerate(every) if each != every[0]), None)
+    if other is not None:
+        raise RuntimeError(
+            f"tensor_parallel: ranks {axis.ranks[0]} and {axis.ranks[other]} cut the same layers and were given "
+            f'different batches; give all {axis.size} the same one (the engine\'s own loader does), or set "tensor_parallel": '
+            '{"broadcast_batch": true}, which sends them that of the first'
+        )
+
+
+def broadcast_batch(inputs: Any, axis: Axis) -> Any:
+    """The inputs with all tensors those of the first rank along the axis; collective."""
+    shapes = agree([[list(each.shape), str(each.dtype)] for each in tensors_in(inputs)], axis, name="batch")[0]
+    left: Iterator[Any] = iter(shapes)
+
+    def send(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shape, dtype = next(left, (None, None))
+        if shape is None:
+            raise RuntimeError("tensor_parallel.broadcast_batch: this rank's batch has more tensors than the first's")
+        same = list(leaf.shape) == shape and str(leaf.dtype) == dtype
+        values = (
+            leaf if same else torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=leaf.device)
+        )
+        values = values.clone() if same and axis.rank else values
+        comm.broadcast(values, 0, axis, "batch")
+        return values
+
+    return map_leaves(inputs, send)
+
+
+def _digest(values: Tensor) -> list[str]:
+    flat = values.detach().reshape(-1).double()
+    places = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
+    return [float(each).hex() for each in (flat.sum(), (flat * places.sin()).sum())]  # text: NaN is not itself

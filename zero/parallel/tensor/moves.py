@@ -1,0 +1,197 @@
+"""What activations go through where layers are cut: a collective in the forward, and its transpose in the backward.
+
+A tensor that is whole is the same on all ranks along the axis, and so is its gradient; of one that is a partial sum,
+the sum over the ranks is meant, and of one that is cut, each rank has a part along a dim. M. Shoeybi et al.,
+"Megatron-LM", 2019 (f, g), and V. Korthikanti et al., "Reducing activation recomputation", 2022 (sequences).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero.core.world import Axis
+
+# torch 2.13 renamed both and warns on the old names; older releases have only those.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def copied(x: Tensor, axis: Axis) -> Tensor:
+    """A whole tensor that each rank uses for its part: itself; its gradient is the sum of theirs."""
+    return _Copied.apply(x, axis) if torch.is_grad_enabled() and x.requires_grad else x
+
+
+def summed(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of the ranks' partial ones, which is whole. Overwrites `x` where it can."""
+    return _Summed.apply(x, axis)
+
+
+def gathered(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The whole tensor, from parts of these sizes along `dim`."""
+    return _Gathered.apply(x, axis, dim % x.ndim, tuple(sizes))
+
+
+def split(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's part of a whole tensor."""
+    return _Split.apply(x, axis, dim % x.ndim, tuple(sizes))
+
+
+def summed_and_split(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's part of the sum of partial ones."""
+    return _SummedAndSplit.apply(x, axis, dim % x.ndim, tuple(sizes))
+
+
+def regathered(x: Tensor, whole: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+    """`whole`, gathered from `x` before, for uses of which each rank has a part: its gradient is a partial sum."""
+    return _Regathered.apply(x, whole, axis, dim % x.ndim, tuple(sizes))
+
+
+def added_once(x: Tensor, bias: Tensor, axis: Axis) -> Tensor:
+    """A partial sum with a whole bias, which the first rank adds; the gradient of the bias is whole on each rank."""
+    return _AddedOnce.apply(x, bias, axis.rank == 0)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks in place of `x`, which is contiguous; blocking, as far as the current stream."""
+    if axis.size == 1:
+        return x
+    sent = _sent(x, axis)
+    collective = axis.watchdog.begin("layer sum", "", sent.nbytes, axis.ranks, attends=True)
+    with axis.watchdog.sending(collective):
+        work = dist.all_reduce(sent, group=axis.group, async_op=True)
+    axis.watchdog.wait((work,), collective)
+    return x if sent is x else x.copy_(sent)
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The parts of all ranks, of these sizes along `dim`, one after the other."""
+    if axis.size == 1:
+        return x
+    most = max(sizes)
+    rows = x.movedim(dim, 0).contiguous()
+    if len(rows) < most:
+        rows = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+    sent = _sent(rows, axis)
+    out = sent.new_empty(axis.size * most, *sent.shape[1:])
+    collective = axis.watchdog.begin("layer gather", "", sent.nbytes * (axis.size - 1), axis.ranks, attends=True)
+    with axis.watchdog.sending(collective):
+        work = _all_gather(out, sent, group=axis.group, async_op=True)
+    axis.watchdog.wait((work,), collective)
+    if min(sizes) < most:
+        out = torch.cat([part[:size] for part, size in zip(out.split(most), sizes, strict=True)])
+    return out.to(x.device).movedim(0, dim).contiguous()
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's part of the sum over ranks."""
+    if axis.size == 1:
+        return x
+    most = max(sizes)
+    rows = x.movedim(dim, 0)
+    if min(sizes) < most:
+        filled = rows.new_zeros(axis.size, most, *rows.shape[1:])
+        for row, part in zip(filled, rows.split(list(sizes)), strict=True):
+            row[: len(part)] = part
+        rows = filled.flatten(0, 1)
+    sent = _sent(rows.contiguous(), axis)
+    out = sent.new_empty(most, *sent.shape[1:])
+    collective = axis.watchdog.begin("layer scatter", "", out.nbytes * (axis.size - 1), axis.ranks, attends=True)
+    with axis.watchdog.sending(collective):
+        work = _reduce_scatter(out, sent, group=axis.group, async_op=True)
+    axis.watchdog.wait((work,), collective)
+    return out[: sizes[axis.rank]].to(x.device).movedim(0, dim).contiguous()
+
+
+def part_of(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's part, with memory of its own."""
+    return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).clone(memory_format=torch.contiguous_format)
+
+
+def _sent(x: Tensor, axis: Axis) -> Tensor:
+    return x if axis.native or not x.is_cuda else x.cpu()  # gloo sends from host memory only
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        # A view shares memory that others may read.
+        if x._is_view() or not x.is_contiguous() or (x.is_leaf and x.requires_grad):
+            return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+        ctx.mark_dirty(x)
+        return all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.how = axis, dim, sizes
+        return all_gather(x, axis, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return part_of(grad, *ctx.how), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.how = axis, dim, sizes
+        return part_of(x, axis, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return all_gather(grad, *ctx.how), None, None, None
+
+
+class _SummedAndSplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.how = axis, dim, sizes
+        return reduce_scatter(x, axis, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return all_gather(grad, *ctx.how), None, None, None
+
+
+class _Regathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, whole: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.how = axis, dim, sizes
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return reduce_scatter(grad, *ctx.how), None, None, None, None
+
+
+class _AddedOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, here: bool) -> Tensor:
+        ctx.dtype = bias.dtype
+        return x + bias if here else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # In the order of plain torch's: one sum over all but the last dim.
+        return grad, grad.sum_to_size(grad.shape[-1:]).to(ctx.dtype), None

@@ -1,0 +1,264 @@
+"""From the styles of a model's layers to what one rank has of it: a plan, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from zero.parallel.tensor.layers import Layer, Slot, set_shares
+from zero.parallel.tensor.styles import Styles, linears_of, pretrained, styles_of
+from zero.plan.cut import Cut
+from zero.plan.grid import DENSE, PARTS, UnitAxes
+from zero.plan.tensors import STYLES, ranges_of, share_of, slice_of
+
+
+@dataclass
+class Block:
+    """Layers whose features are divided alike. `scope`: the name of the module that has them all."""
+
+    scope: str
+    layers: list[Layer]
+
+
+class Place(NamedTuple):
+    """What a rank has of a parameter: a slice of it, None for all; and the axes of the ranks that share it.
+
+    dim: that is cut, along which each of the ranks has these `ranges`, starts and sizes; said: by the plan of a user or
+    a model, that its gradient is a part of a sum.
+    """
+
+    param: nn.Parameter
+    cut: Cut | None
+    axes: UnitAxes
+    dim: int = 0
+    ranges: tuple[list[tuple[int, int]], ...] = ()
+    said: bool = False
+
+
+@dataclass
+class TensorPlan:
+    """How a model is cut over `ranks`, of which this is number `rank`.
+
+    alone: layers that no other has to be cut like; counted: attributes that count what is cut, by modules; blocks of
+    the trunk and what is cut inside of each, `sections`, where sequences are cut, too.
+    """
+
+    source: str
+    rank: int
+    ranks: int
+    blocks: list[Block]
+    alone: list[Layer]
+    places: dict[str, Place]
+    counted: list[tuple[nn.Module, str, Block]]
+    trunk: list[str] = field(default_factory=list)
+    sections: list[str] = field(default_factory=list)
+
+    @property
+    def layers(self) -> Iterator[Layer]:
+        """All that are cut, or whose inputs or outputs are moved."""
+        for block in self.blocks:
+            yield from block.layers
+        yield from self.alone
+
+    def lines(self, model: nn.Module) -> list[str]:
+        """What is cut, how, and what not and why, in lines; layers of the same kind on one."""
+        said: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if layer.divided:
+                shape = "x".join(map(str, layer.main.param.shape))
+                text = f"cut as {layer.styled}: {shape}, {layer.share.groups} groups over {layer.ranks} ranks"
+                said.setdefault(f"{_generic(layer.name)}: {text}", []).append(layer.name)
+        cut = {layer.name for layer in self.layers if layer.divided}
+        for name, module in linears_of(model):
+            if name not in cut:
+                said.setdefault(f"{_generic(name)}: whole on all ranks, {_why(module)}", []).append(name)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.MultiheadAttention):
+                text = "whole on all ranks, its forward reads its weights itself"
+                said.setdefault(f"{_generic(name)}: {text}", []).append(name)
+        return [f"{text} ({len(names)})" if len(names) > 1 else text for text, names in said.items()]
+
+
+def tensor_plan(model: nn.Module, section: Any, rank: int, ranks: int) -> TensorPlan:
+    """How the section `tensor_parallel` cuts a model; changes nothing.
+
+    Raises ValueError where nothing tells how, with what there is, and where ranks do not divide what belongs together.
+    """
+    where = f"tensor_parallel.autotp_size {ranks}"
+    if any(type(param).__name__ == "DTensor" or hasattr(param, "device_mesh") for param in model.parameters()):
+        raise ValueError(
+            f"{where}: the model has DTensors, cut by another library; build it without (no tp_plan=, no "
+            "distributed_config=), and tensor_parallel cuts it"
+        )
+    try:
+        styles = styles_of(model, section)
+        layers = [_layer(model, name, style, styles) for name, style in styles.by_name.items()]
+        layers = [layer for each in layers for layer in each]
+        plan = _divided(model, layers, styles, rank, ranks)
+        if section.sequence_parallel:
+            _cut_sequences(model, plan)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if not any(layer.divided for layer in plan.layers):
+        raise ValueError(f"{where}: nothing tells how {type(model).__name__} is cut{_found(model)}")
+    return plan
+
+
+def _layer(model: nn.Module, name: str, style: str, styles: Styles) -> list[Layer]:
+    owner, _, own = name.rpartition(".")
+    parent = model.get_submodule(owner)
+    if (param := parent._parameters.get(own)) is not None:
+        return [Layer(name, parent, style, own, styles.packs.get(name, ()))] if STYLES[style].dim else []
+    module = model.get_submodule(name)
+    copies = [each for each in (getattr(module, "original_module", None), *_saved(module)) if each is not None]
+    return [Layer(name, each, style, packs=styles.packs.get(name, ())) for each in copies or [module]]
+
+
+def _saved(module: nn.Module) -> Sequence[nn.Module]:
+    """Copies that PEFT trains in place of a module."""
+    saved = getattr(module, "modules_to_save", None)
+    return list(saved.values()) if isinstance(saved, nn.ModuleDict) else ()
+
+
+def _divided(model: nn.Module, layers: list[Layer], styles: Styles, rank: int, ranks: int) -> TensorPlan:
+    inner = [layer for layer in layers if layer.divided and not layer.style.alone]
+    blocks, named = _blocks(inner), dict(model.named_modules())
+    theirs = pretrained(model)
+    config = None if theirs is None else theirs[1].config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for block in blocks:
+        scopes = [each for name, each in named.items() if name == block.scope or _has(block, name)]
+        set_shares(block.layers, scopes, config, rank, ranks)
+    alone = [layer for layer in layers if not layer.divided or layer.style.alone]
+    for layer in alone:
+        if layer.divided:
+            set_shares([layer], (), None, rank, ranks)
+        if layer.style.gives == "rope":
+            layer.rope = config.qk_rope_head_dim
+    counted = [
+        (named[name], attribute, next(block for block in blocks if is_inside(name, block.scope)))
+        for name, attributes in styles.locals.items()
+        for attribute in attributes
+    ]
+    for block in blocks:
+        if any(layer.share.repeats > 1 for layer in block.layers):
+            counted.append((named[block.scope], "num_key_value_groups", block))
+    plan = TensorPlan(styles.source, rank, ranks, blocks, alone, {}, counted)
+    names = {id(param): name for name, param in model.named_parameters()}
+    for layer in plan.layers:
+        for slot in layer.slots:
+            _place(plan, names[id(slot.param)], layer, slot)
+    return plan
+
+
+def _has(block: Block, name: str) -> bool:
+    """Whether a module of this name, inside of the block, has some of its layers."""
+    return is_inside(name, block.scope) and any(is_inside(each.name, name) for each in block.layers)
+
+
+def is_inside(name: str, scope: str) -> bool:
+    """Whether a module of this name is that of the name `scope`, or in it."""
+    return not scope or f"{name}.".startswith(f"{scope}.")
+
+
+def _blocks(layers: list[Layer]) -> list[Block]:
+    """Layers by the innermost module that has both some cut along their outputs and some along their inputs."""
+    by_parent: dict[str, list[Layer]] = {}
+    for layer in layers:
+        by_parent.setdefault(layer.name.rpartition(".")[0], []).append(layer)
+    done, open_ = [], {}
+    for parent, found in by_parent.items():
+        kinds = {layer.style.dim for layer in found}
+        if kinds == {"out", "in"} or all(layer.param for layer in found):
+            done.append(Block(parent, found))
+        else:
+            open_[parent] = found
+    for parent in sorted(open_, key=lambda name: -name.count(".")):
+        if parent not in open_ or {layer.style.dim for layer in open_[parent]} != {"in"}:
+            continue
+        scope, rows = parent, open_.pop(parent)
+        while scope:
+            scope = scope.rpartition(".")[0]
+            columns = [name for name in open_ if name.startswith(f"{scope}.") or not scope]
+            if columns:
+                done.append(Block(scope, [*(layer for name in columns for layer in open_.pop(name)), *rows]))
+                break
+        else:
+            raise ValueError(f"'{rows[0].name}' is cut along its inputs, and no layer before it along its outputs")
+    for found in open_.values():
+        raise ValueError(f"'{found[0].name}' is cut along its outputs, and no layer behind it along its inputs")
+    return done
+
+
+def _place(plan: TensorPlan, name: str, layer: Layer, slot: Slot) -> None:
+    if slot.dim is None:
+        if slot.sums:
+            plan.places[name] = Place(slot.param, None, DENSE._replace(sums=("tp",)), said=layer.style.dim == "sums")
+        return
+    shape = tuple(slot.param.shape)
+    packs = layer.packs if sum(layer.packs) == shape[slot.dim] else (shape[slot.dim],)
+    share, axes = layer.share, PARTS
+    if share.repeats > 1:
+        axes = DENSE._replace(parts=(f"tp/{share.repeats}",), sums=(f"tp%{share.repeats}",))
+    ranges = tuple(ranges_of(packs, share_of(share.groups, rank, plan.ranks)) for rank in range(plan.ranks))
+    found = Place(slot.param, slice_of(shape, slot.dim, ranges[plan.rank]), axes, slot.dim, ranges)
+    if plan.places.setdefault(name, found)[1:] != found[1:]:
+        raise ValueError(f"'{name}' belongs to several layers, which the plan cuts differently")
+
+
+def _cut_sequences(model: nn.Module, plan: TensorPlan) -> None:
+    """Have sequences be cut between the blocks of the trunk, whose own parameters then see a part of the tokens."""
+    from zero.parallel.pipeline.partition import layers as blocks_of
+
+    trunk = [name for name in blocks_of(model) if any(block.scope.startswith(f"{name}.") for block in plan.blocks)]
+    if pretrained(model) is None or not trunk or len(trunk) < len(blocks_of(model)):
+        raise ValueError(
+            f"sequence_parallel: {type(model).__name__} has no list of blocks that are all cut, as models of "
+            "transformers have; set it to false"
+        )
+    plan.trunk = trunk
+    for block in trunk:
+        names = [layer.name.removeprefix(f"{block}.") for layer in plan.layers if layer.name.startswith(f"{block}.")]
+        if direct := [name for name in names if "." not in name]:
+            raise ValueError(
+                f"sequence_parallel: '{block}.{direct[0]}' is cut, and no module around it; set it to false"
+            )
+        inside = {name.partition(".")[0] for name in names}
+        plan.sections += [f"{block}.{name}" for name in sorted(inside)]
+        for name, param in model.get_submodule(block).named_parameters(prefix=block):
+            if name.removeprefix(f"{block}.").partition(".")[0] not in inside:
+                plan.places[name] = Place(param, None, DENSE._replace(sums=("tp",)))
+
+
+def _generic(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _why(module: nn.Module) -> str:
+    return "no rule names it" if next(module.parameters(), None) is not None else "it has no parameter"
+
+
+def _found(model: nn.Module) -> str:
+    """What an error lists of a model that nothing is known of."""
+    linears: dict[str, str] = {}
+    for name, module in linears_of(model):
+        linears.setdefault(_generic(name), "x".join(map(str, module.weight.shape)) if hasattr(module, "weight") else "")
+    own = [name for name, each in model.named_modules() if isinstance(each, nn.MultiheadAttention)]
+    text = f"; its layers are {', '.join(f'{name} {shape}' for name, shape in linears.items()) or 'none'}"
+    if own:
+        text += f", and {', '.join(own)}, whose forward reads its weights itself and which stay whole"
+    return (
+        f"{text}. Say it by tensor_parallel.partition_config, as in "
+        '{"layer_specs": [{"patterns": [".*fc1.weight$"], "partition_type": "column"}, '
+        '{"patterns": [".*fc2.weight$"], "partition_type": "row"}]}, or give the model a tp_plan'
+    )
+
+
+def merged(axes: UnitAxes, more: UnitAxes) -> UnitAxes:
+    """The axes of a parameter that has some already, as of stages that share it, with those of a plan."""
+    return axes._replace(
+        parts=(*axes.parts, *more.parts), sums=(*axes.sums, *more.sums), same=tuple(set(axes.same) - {"tp"})
+    )
