@@ -9,7 +9,6 @@ from pydantic import Field
 from zero.config.errors import dotted, nearest
 from zero.config.monitor_sections import Comet, CommsLogger, Csv, FlopsProfiler, TensorBoard, Wandb
 from zero.config.pipeline import Pipeline
-from zero.config.tensor_parallel import TensorParallel
 from zero.config.sections import (
     ActivationCheckpointing,
     Aio,
@@ -22,6 +21,7 @@ from zero.config.sections import (
     TorchAutocast,
     Zero,
 )
+from zero.config.tensor_parallel import TensorParallel
 from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, beyond, enabled
 from zero.config.values import Bool, Dtype, NotNegative, Positive, Section, Settings, Steps, absent, choice
 from zero.config.zero_section import ZeroOptimization

@@ -1,5 +1,7 @@
 from typing import Any
+
 from pydantic import Field
+
 from zero.config.values import Bool, Section
 
 

@@ -120,7 +120,7 @@ class Meshes:
 
     @property
     def apart(self) -> Axis:
-        """The ranks that have other stages, samples or tokens than this one: all, but for those along tp; collective."""
+        """The ranks that have other stages, samples or tokens: all, but for those along tp; collective."""
         return self.along(*AXES[:-1])
 
     def along(self, *names: str) -> Axis:

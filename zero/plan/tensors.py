@@ -66,6 +66,9 @@ class Share(NamedTuple):
         return self.start * each, self.count * each
 
 
+WHOLE = Share(0, 1, 1)
+
+
 def share_of(groups: int, rank: int, ranks: int) -> Share:
     """The share of a rank: parts differ by at most one group; fewer groups than ranks are repeated.
 

@@ -16,9 +16,9 @@ from zero.core.owner import axes_of, cut_of, owner_of, set_cut, share_along
 from zero.core.world import Axis, local_device
 from zero.parallel.pipeline.split import Elsewhere
 from zero.parallel.tensor import moves
+from zero.parallel.tensor.first_step import FirstStep, broadcast_batch, compare_batch
 from zero.parallel.tensor.forward import CutForward, Regions, Replaced, Scope, Section, Trunk, has_dropout
 from zero.parallel.tensor.layers import set_widths
-from zero.parallel.tensor.first_step import FirstStep, broadcast_batch, compare_batch
 from zero.parallel.tensor.plan import Place, TensorPlan, is_inside, merged, tensor_plan
 from zero.plan.grid import UnitAxes
 
@@ -62,7 +62,7 @@ class CutModel:
         return inputs, kwargs
 
     def before_step(self) -> None:
-        """Gradients are there: those of the first step are compared; what was seen in it of sections holds from now on."""
+        """Gradients are there: the first are compared; what was seen of sections by then holds from now on."""
         if self._first is not None:
             first, self._first = self._first, None
             first.compare()
@@ -162,8 +162,8 @@ def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutMo
     if (before := model.__dict__.get(_RECORD)) is not None:
         if (before.plan.rank, before.plan.ranks) != (ranks.index(rank), len(ranks)):
             raise ValueError(
-                f"initialize(): an engine that was dropped has cut this model over {before.plan.ranks} ranks, and the JSON "
-                f"says {len(ranks)}; call destroy() of an engine before another one is made"
+                f"initialize(): an engine that was dropped has cut this model over {before.plan.ranks} ranks, and the "
+                f"JSON says {len(ranks)}; call destroy() of an engine before another one is made"
             )
         return before
     if any(cut_of(param) is not None for param in model.parameters()):

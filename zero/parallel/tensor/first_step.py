@@ -68,8 +68,8 @@ class FirstStep:
             if name in self._sums:
                 if self._sums[name] and norm and apart == 0:
                     raise RuntimeError(
-                        f"tensor_parallel: the plan says that ranks see different parts of what parameter '{name}' works "
-                        "on, and its gradient is the same on all of them: their sum would be wrong. Say 'replicate' of "
+                        f"tensor_parallel: the plan says that ranks see different parts of what parameter '{name}' "
+                        "works on, and its gradient is the same on all of them: their sum would be wrong. Say 'replicate' of "
                         "it, or leave it out of the plan"
                     )
             elif apart > error * norm:
@@ -89,8 +89,8 @@ def compare_batch(inputs: Any, axis: Axis) -> None:
     if other is not None:
         raise RuntimeError(
             f"tensor_parallel: ranks {axis.ranks[0]} and {axis.ranks[other]} cut the same layers and were given "
-            f'different batches; give all {axis.size} the same one (the engine\'s own loader does), or set "tensor_parallel": '
-            '{"broadcast_batch": true}, which sends them that of the first'
+            f"different batches; give all {axis.size} the same one (the engine's own loader does), or set "
+            '"tensor_parallel": {"broadcast_batch": true}, which sends them that of the first'
         )
 
 

@@ -267,8 +267,8 @@ class _End(Replaced):
 class Regions:
     """Where each rank has a part of the activations, random numbers are its own; around, they are those of all.
 
-    What a region draws is made of the state in front of it, and that goes on by one number behind it: so a block that is
-    recomputed draws the same again, and without dropout nothing is installed.
+    What a region draws is made of the state in front of it, and that goes on by one number behind it: so a block that
+    is recomputed draws the same again. Without dropout nothing is installed.
     """
 
     def __init__(self, axis: Axis, device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.core.world import Axis
-from zero.plan.tensors import STYLES, Share, Style, common_groups, fitting, share_of
+from zero.plan.tensors import STYLES, WHOLE, Share, Style, common_groups, fitting, share_of
 
 _WIDTH = ("head_dim", "attention_head_size")  # of a head, as an attention calls it
 _COUNT = ("num_heads", "num_attention_heads", "n_heads", "n_head")  # of heads
@@ -36,7 +36,8 @@ class Layer:
     """A module, or a parameter of it, with what a plan says of it.
 
     name: in the model; param: of a parameter of `module` that the plan names; styled: the word of the plan; packs: the
-    sizes of the tensors that are fused along the cut dim, empty for one. `share`, `ranks` are set once the block is known.
+    sizes of the tensors that are fused along the cut dim, empty for one. `share`, `rank` and `ranks` are set once the
+    block is known.
     """
 
     name: str
@@ -44,8 +45,8 @@ class Layer:
     styled: str
     param: str = ""
     packs: tuple[int, ...] = ()
-    style: Style = Style()
-    share: Share = Share(0, 1, 1)
+    style: Style = STYLES["replicate"]
+    share: Share = WHOLE
     rank: int = 0
     ranks: int = 1
     rope: int = 0

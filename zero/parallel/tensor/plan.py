@@ -110,7 +110,7 @@ def tensor_plan(model: nn.Module, section: Any, rank: int, ranks: int) -> Tensor
 def _layer(model: nn.Module, name: str, style: str, styles: Styles) -> list[Layer]:
     owner, _, own = name.rpartition(".")
     parent = model.get_submodule(owner)
-    if (param := parent._parameters.get(own)) is not None:
+    if parent._parameters.get(own) is not None:
         return [Layer(name, parent, style, own, styles.packs.get(name, ()))] if STYLES[style].dim else []
     module = model.get_submodule(name)
     copies = [each for each in (getattr(module, "original_module", None), *_saved(module)) if each is not None]

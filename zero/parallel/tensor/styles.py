@@ -149,7 +149,7 @@ def _specified(model: nn.Module, given: Any) -> Styles:
     styles, packs, named = {}, {}, dict(model.named_modules())
     kind = getattr(getattr(model, "config", None), "model_type", None)
     for name, param in model.named_parameters():
-        owner, _, own = name.rpartition(".")
+        owner = name.rpartition(".")[0]
         spec = next(
             (
                 each
@@ -199,10 +199,7 @@ def _complete_tied(model: nn.Module, found: Styles) -> None:
         if len(names) < 2 or not any(STYLES[style].dim for style in said.values() if style):
             continue
         for name, style in said.items():
-            if isinstance(named[name], nn.Embedding):
-                wanted = "embedding_rowwise"
-            else:
-                wanted = style or "colwise_gather_output"
+            wanted = "embedding_rowwise" if isinstance(named[name], nn.Embedding) else style or "colwise_gather_output"
             if style not in ("", wanted):
                 raise ValueError(f"'{name}' shares its weight with {names}, and {found.source} cuts these differently")
             found.by_name[name] = wanted
