@@ -24,7 +24,7 @@ from zero.engine.arguments import launched_config, only_one
 from zero.engine.assignment import assigned_run
 from zero.engine.data_ranks import data_ranks
 from zero.engine.joining import init_distributed
-from zero.plan.grid import Grid
+from zero.plan.grid import DENSE, Grid
 from zero.plan.sharding import Sharding
 
 _DATA_PARALLEL = "groups are made from the configuration, as by sequence_parallel_size; leave it out"
@@ -146,8 +146,13 @@ class Init:
         sharding, sizes = Sharding(optim=True, grads=True, params=True), {}
         if self._grid is not None:  # shards lie on all data ranks, also where an engine will repeat them
             sizes = {axis: self._grid.size(axis) for axis in ("pp", "cp", "tp")}
-        grid = Grid(world.size, sizes, ep=1 if self._grid is None else self._grid.size("ep"))
-        return Builder(Meshes(world, grid, sharding, timeout=self._timeout).of, self._storage, self._dtype)
+        ep = 1 if self._grid is None else self._grid.size("ep")
+        whole, cut = (
+            Meshes(world, Grid(world.size, each, ep), sharding, timeout=self._timeout)
+            for each in (sizes | {"tp": 1}, sizes)
+        )
+        # What no code says to be cut is whole until an engine cuts it: until then all ranks have shards of it.
+        return Builder(lambda axes: (whole if axes == DENSE else cut).of(axes), self._storage, self._dtype)
 
     def _configure(self, source: str | PathLike | Mapping[str, Any], told: Told) -> None:
         world_size = dist.get_world_size(self._group) if dist.is_initialized() else 1
