@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zero.parallel.tensor.layers import Layer, Slot, set_shares
+from zero.parallel.tensor.layers import Layer, Slot, base_of, set_shares
 from zero.parallel.tensor.styles import Styles, linears_of, pretrained, styles_of
 from zero.plan.cut import Cut
 from zero.plan.grid import DENSE, PARTS, UnitAxes
@@ -245,7 +245,8 @@ def _found(model: nn.Module) -> str:
     """What an error lists of a model that nothing is known of."""
     linears: dict[str, str] = {}
     for name, module in linears_of(model):
-        linears.setdefault(_generic(name), "x".join(map(str, module.weight.shape)) if hasattr(module, "weight") else "")
+        weight = base_of(module).weight
+        linears.setdefault(_generic(name) or type(module).__name__, "x".join(map(str, weight.shape)))
     own = [name for name, each in model.named_modules() if isinstance(each, nn.MultiheadAttention)]
     text = f"; its layers are {', '.join(f'{name} {shape}' for name, shape in linears.items()) or 'none'}"
     if own:

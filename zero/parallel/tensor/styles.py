@@ -76,7 +76,7 @@ def styles_of(model: nn.Module, section: Any) -> Styles:
     Raises ValueError for a style that is not served, by its name.
     """
     given = section.partition_config
-    if given is not None and given.layer_specs:
+    if given.layer_specs or given.strict_mode:
         found = _specified(model, given)
         if given.use_default_specs:
             ours = _structured(model)
@@ -159,10 +159,10 @@ def _specified(model: nn.Module, given: Any) -> Styles:
             ),
             None,
         )
-        if spec is None or param.ndim < 2:
+        if spec is None or (param.ndim < 2 and spec.partition_type != "skip"):
             continue
         if spec.partition_type == "skip":
-            styles[owner] = ""
+            styles[owner] = "replicated_with_grad_allreduce" if spec.grad_allreduce else ""
             continue
         columns = spec.partition_type == "column"
         styles[owner] = ("colwise_gather_output" if spec.gather_output else "colwise") if columns else "rowwise"
