@@ -66,10 +66,9 @@ class CutModel:
         """What to say of an exception of a forward before the first step; None for one that says enough itself."""
         if self._first is None or not isinstance(error, (RuntimeError, IndexError)) or "tensor_parallel" in str(error):
             return None
-        return (
-            f"tensor_parallel: a forward of {type(self._model).__name__}, cut as {self.plan.source} says, failed: {error}. "
-            "If the plan does not fit the code of the model, say another by tensor_parallel.partition_config"
-        )
+        what = f"a forward of {type(self._model).__name__}, cut as {self.plan.source} says, failed: {error}"
+        then = "If the plan does not fit the code of the model, say another by tensor_parallel.partition_config"
+        return f"tensor_parallel: {what}. {then}"
 
     def before_step(self) -> None:
         """Gradients are there: the first are compared; what was seen of sections by then holds from now on."""
@@ -133,6 +132,8 @@ class CutModel:
                 if layer.divided:
                     set_widths(layer, self._changed)
         for module, name, block in plan.counted:
+            if not hasattr(module, name):
+                continue
             value, share = (
                 getattr(module, name),
                 max((layer.share for layer in block.layers), key=lambda each: each.groups),
@@ -192,7 +193,7 @@ def cut_model(model: nn.Module, plan: TensorPlan | CutModel, meshes: Meshes, sec
 
 
 def _refuse_graphs(params: dict[str, nn.Parameter]) -> None:
-    """Raise RuntimeError where a graph of an earlier forward is kept: its nodes expect gradients of whole parameters."""
+    """Raise RuntimeError where a graph of an earlier forward is kept: it expects gradients of whole parameters."""
     for name, param in params.items():
         if param.requires_grad and owner_of(param) is None:
             values, param.data = param.data, param.data.new_empty(0)
