@@ -8,6 +8,7 @@ Transformers does not build or run it here; anything else is a fault. `--write` 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -26,7 +27,7 @@ TABLE = Path(__file__).with_name("tensor_families.json")
 KINDS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "LMHeadModel", "")
 CLOSE = 1e-6  # of the loss, and of the largest gradient
 NEAR = 1e-3  # the same where numbers of 64 bits are as close as that
-LARGEST = 4_000_000  # parameters
+LARGEST = 10_000_000  # parameters
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 0,
@@ -53,12 +54,56 @@ SIZES = (  # what fields of a configuration are set to, the first whose pattern 
     (r"(hidden_size|hidden_dim|d_model|embed_dim|n_embd|embedding_dim|.*_hidden_size|.*_hidden_dim)", 64),
     (r"(output_dim|projection_dim|adapter_.*_dim|.*_embed_dim|.*(in|out)put_dims?|output_proj_dims|.*_proj_dims)", 64),
 )
-OWN: dict[str, dict[str, Any]] = {}  # of families, what else their configuration needs
+MISSING = {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}  # what has no default in some
+_MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
+
+
+def _rotary(*sections: int) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
+
+
+OWN: dict[str, dict[str, Any]] = {  # by types of configurations, what else they need
+    "bailing_hybrid": {"layer_group_size": 2},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cosmos3_edge_text": _rotary(2, 3, 3),
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "dots3_note_text": {
+        **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16},
+        **{"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 16},
+    },
+    "ernie4_5_vl_moe_text": _rotary(3, 3, 2),
+    "gemma3n_text": {"num_kv_shared_layers": 2},
+    "glm4v_text": _rotary(2, 3, 3),
+    "glm4v_moe_text": _rotary(2, 1, 1),
+    "glm_image_text": _rotary(2, 3, 3),
+    "glm_ocr_text": _rotary(2, 3, 3),
+    "glm5_next_text": {"index_kpool": 2},
+    "granite4_vision": {"deepstack_layer_map": [[0, 1]]},
+    "granitemoehybrid": _MIXED,
+    "hunyuan_vl_text": _rotary(2, 2, 2, 2),
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": _MIXED,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"moe_topk": 2},
+    "nemotron": {"num_key_value_heads": 2},
+    "paddleocr_vl_text": _rotary(2, 3, 3),
+    "qwen2_5_omni_text": _rotary(2, 3, 3),
+    "qwen2_5_vl_text": _rotary(2, 3, 3),
+    "qwen2_vl_text": _rotary(2, 3, 3),
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+        **{"indexer_budget": 4, "indexer_compress_ratio": 2},
+    },
+    "step3p7_text": {"sliding_window": 4},
+}
 
 
 def planned() -> dict[str, list[str]]:
     """The classes of each family that has a plan, the one to be tried first in front."""
     import transformers
+    from transformers import CONFIG_MAPPING
 
     found: dict[str, list[str]] = {}
     for family, names in sorted(families().items()):
@@ -71,6 +116,10 @@ def planned() -> dict[str, list[str]]:
                 continue  # of a library that is not here
         if any(getattr(kind, "_tp_plan", None) for kind in kinds) or (kinds and _plans(kinds[0].config_class)):
             found[family] = [kind.__name__ for kind in kinds]
+    for family, names in found.items():  # those of its text model alone come last
+        with contextlib.suppress(Exception):
+            text = CONFIG_MAPPING[family]().get_text_config().model_type
+            names += [name for name in found.get(text, ()) if name not in names]
     return found
 
 
@@ -80,7 +129,7 @@ def _plans(config: Any) -> bool:
     return bool(getattr(config, "base_model_tp_plan", None)) or any(_plans(each) for each in below)
 
 
-def tiny(kind: Any, own: dict[str, Any]) -> Any:
+def tiny(kind: Any) -> Any:
     """A configuration of this class: the defaults, with sizes that go together."""
     from transformers import PreTrainedConfig
 
@@ -90,18 +139,23 @@ def tiny(kind: Any, own: dict[str, Any]) -> Any:
     example = kind() if below else None
     for name in below:
         if isinstance(sub := getattr(example, name, None), PreTrainedConfig):
-            said[name] = tiny(type(sub), own.get(name, {})).to_dict()
+            said[name] = tiny(type(sub)).to_dict()
     for field in dataclasses.fields(kind):
         value = field.default
-        if field.name in {*said, *plain} or type(value) not in (int, float, tuple, list):
+        if field.name in {*said, *plain}:
             continue
-        if type(value) is int:
+        if field.name in MISSING and value is None:
+            said[field.name] = MISSING[field.name]
+        elif type(value) is int:
             said[field.name] = _size(field.name, value)
         elif re.search("drop|jitter", field.name) and type(value) is float:
             said[field.name] = 0.0
-        elif field.name.endswith("_token_id"):
+        elif field.name.endswith("_token_id") and isinstance(value, (tuple, list)):
             said[field.name] = VOCABULARY - 1
-    return kind(**said | {name: value for name, value in own.items() if name not in below})
+    if "kv_lora_rank" in said:
+        said["num_key_value_heads"] = said["num_attention_heads"]
+        said |= {"head_dim": said["qk_rope_head_dim"]} if "head_dim" in said else {}
+    return kind(**said | OWN.get(kind.model_type, {}))
 
 
 def _size(name: str, value: int) -> int:
@@ -110,11 +164,11 @@ def _size(name: str, value: int) -> int:
     return next((size for pattern, size in SIZES if value > 0 and re.fullmatch(pattern, name)), value)
 
 
-def _configs(family: str) -> Iterator[Any]:
+def _configs(family: str, kind: Any) -> Iterator[Any]:
     from transformers import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[family]
-    yield lambda: tiny(kind, OWN.get(family, {}))
+    theirs = CONFIG_MAPPING[family]
+    yield lambda: tiny(theirs if issubclass(theirs, kind.config_class) else kind.config_class)
     for divisor in (32, 16, 8):
         yield lambda divisor=divisor: config_of(family, divisor)
 
@@ -122,7 +176,7 @@ def _configs(family: str) -> Iterator[Any]:
 def built(family: str, kind: Any) -> tuple[Any, dict[str, Any]]:
     """A small model of a class, without dropout, and what its forward takes; raises PlainCannot."""
     why = ""
-    for made in _configs(family):
+    for made in _configs(family, kind):
         try:
             config = made()
             with torch.device("meta"):
@@ -249,6 +303,8 @@ def _apart_in_64_bits(model: Any, inputs: dict[str, Any], meshes: Any) -> dict[s
 
     section = TensorParallel(autotp_size=2)
     inputs = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch has no grouped product of such numbers
     wanted = _gradients(model.double(), inputs)
     model.zero_grad()
     plan = tensor_plan(model, section, dist.get_rank(), 2)

@@ -57,12 +57,12 @@ class Layer:
         self.style = STYLES[self.styled]
         self.slots = list(_slots(self))
         if self.style.dim in ("out", "in", "rows") and not self.packs:
-            shape = self.main.param.shape
-            self.packs = (shape[self.main.dim] // self.style.packs,) * self.style.packs
-            if shape[self.main.dim] % self.style.packs:
-                raise ValueError(
-                    f"'{self.name}': its {shape[self.main.dim]} features are not {self.style.packs} equal tensors"
-                )
+            numel, packs = self.main.param.shape[self.main.dim], self.style.packs
+            if self.param == "gate_up_proj" and packs == 1 and getattr(self.module, "is_concatenated", False):
+                packs = 2  # so experts of transformers say it themselves; plans of some forget it
+            self.packs = (numel // packs,) * packs
+            if numel % packs:
+                raise ValueError(f"'{self.name}': its {numel} features are not {packs} equal tensors")
 
     @property
     def main(self) -> Slot:
@@ -146,6 +146,9 @@ def _slots(layer: Layer) -> Iterator[Slot]:
         yield Slot(base, "bias", 0 if dim == "out" else None)
     if base is not module:
         yield from _adapters(layer, dim)
+    elif dim == "rows":  # an embedding with a norm of its own, which sees the tokens of each rank
+        inside = (each for each in module.modules() if each is not module)
+        yield from (Slot(each, name, sums=True) for each in inside for name in each._parameters)
 
 
 def _dims(layer: Layer, base: nn.Module) -> dict[str, int]:
