@@ -1,0 +1,122 @@
+"""The promise: with `"tensor_parallel": {"reduce": "tree"}` the bits do not depend on how many ranks cut the layers.
+
+Nor, with `"zero": {"reduce": "tree"}`, on how many have samples of their own: losses, norms and all weights.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from marks import longer
+from ranks import said_by
+from sharing import needs_transformers
+from torch import nn
+
+import zero
+from zero.utils import safe_get_full_fp32_param
+
+PARTS, ROWS, LENGTH, VOCABULARY = 4, 2, 12, 96
+GRIDS = ((1, 1), (2, 1), (4, 1), (2, 2), (1, 4))  # tp, dp
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "vocab_size": VOCABULARY}
+LLAMA = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 4, "max_position_embeddings": 64}
+
+
+def build(kind: str, **more: Any) -> Any:
+    """Two layers, whose widths are multiples of a vector at every tp."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    import transformers as hf
+
+    torch.manual_seed(3)
+    if kind == "gpt2":
+        own = {"n_layer": 2, "n_embd": 64, "n_head": 8, "n_positions": 64, "vocab_size": VOCABULARY, "attn_pdrop": 0}
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**own | more))
+    if kind == "bert":
+        own = {"num_hidden_layers": 2, "max_position_embeddings": 64, "attention_probs_dropout_prob": 0}
+        return hf.BertForMaskedLM(hf.BertConfig(**SIZES | own | more))
+    if kind == "tied":
+        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**LLAMA | {"tie_word_embeddings": True} | more))
+    name = {"qwen3": "Qwen3", "mixtral": "Mixtral"}.get(kind, "Llama")
+    return getattr(hf, f"{name}ForCausalLM")(getattr(hf, f"{name}Config")(**LLAMA | more))
+
+
+def settings(tp: int, dp: int, precision: str = "fp32", stage: int = 1, **section: Any) -> dict[str, Any]:
+    found = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": PARTS // dp,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+        "zero_optimization": {"stage": stage},
+        "zero": {"reduce": "tree"},
+        "tensor_parallel": {"autotp_size": tp, "reduce": "tree", "blocks": 8} | section,
+        "log_level": "error",
+    }
+    if precision == "autocast":
+        return found | {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
+    return found | ({"bf16": {"enabled": True}} if precision == "bf16" else {})
+
+
+def trained(kind: str, tp: int, dp: int, steps: int, how: dict[str, Any]) -> dict[str, Any]:
+    """Losses of all micro-batches in their order, norms and whole weights, the same on all ranks."""
+    more = how.get("model", {})
+    engine = zero.initialize(model=build(kind, **more), config=settings(tp, dp, **how.get("json", {})))[0]
+    place, losses, norms = dist.get_rank() // tp, [], []
+    for step in range(steps):
+        for turn in range(PARTS // dp):
+            generator = torch.Generator().manual_seed(100 * step + turn * dp + place)
+            tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, loss.item())
+            assert all(len({*every[at * tp : (at + 1) * tp]}) == 1 for at in range(dp)), "ranks along tp differ"
+            losses += every[::tp]
+        norms.append(float(engine.get_global_grad_norm()))
+    weights = {name: safe_get_full_fp32_param(param).clone() for name, param in engine.module.named_parameters()}
+    engine.destroy()
+    return {"losses": losses, "norms": norms} | weights
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The names of what has not the same bits."""
+
+    def bits(value: Any) -> torch.Tensor:
+        found = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+        return found.contiguous().view(torch.int32)
+
+    return [name for name in one if not torch.equal(bits(one[name]), bits(other[name]))]
+
+
+def alike(pool: Any, kind: str, grids: Any, steps: int, **how: Any) -> None:
+    """All grids end alike, having learnt something."""
+    first: dict[str, Any] | None = None
+    for tp, dp in grids:
+        found = pool.run(tp * dp, trained, kind, tp, dp, steps, how)
+        for each in found:
+            first = first or each
+            assert not differences(first, each), (tp, dp)
+    assert sum(first["losses"][-PARTS:]) < sum(first["losses"][:PARTS])
+
+
+@needs_transformers
+def test_one_rank_and_two_end_alike(pool):
+    alike(pool, "llama", [(1, 1), (2, 1)], 3)
+
+
+@needs_transformers
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "tied", "bert"])
+def test_every_grid_ends_alike(pool, kind, precision):
+    alike(pool, kind, GRIDS, 20, json={"precision": precision})
+
+
+@needs_transformers
+@pytest.mark.long
+@pytest.mark.parametrize("json", [{"stage": 3, "precision": "bf16"}, {"stage": 0}, {"blocks": 4}], ids=str)
+def test_every_grid_ends_alike_with_other_settings(pool, json):
+    alike(pool, "llama", GRIDS, 5, json=json)
