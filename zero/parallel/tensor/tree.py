@@ -8,6 +8,7 @@ whole subtree, then over ranks, which send each other theirs; they are rounded o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,43 +24,37 @@ from zero.parallel.tensor.plan import TensorPlan, pretrained
 _SERVED = ("colwise", "packed_colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input")
 _SERVED += ("rowwise_rep", "embedding_rowwise", "embedding_colwise", "local_params", "replicate")
 _WIDE = (torch.float32, torch.float64)
-_DRAWN = (
-    "tensor_parallel.reduce 'tree': random numbers were drawn where each rank has a part of the features; set dropout of "
-    "attention, and between layers that are cut, to 0"
-)
 
 
 class _Blocks(NamedTuple):
     """A rank's blocks of a layer: starts and sizes in its features, of each tensor that is fused in them."""
 
     ranges: tuple[tuple[tuple[int, int], ...], ...]
-    dim: int  # of the weight, that is cut
+    rows: bool  # its inputs are cut, else its outputs
     swapped: bool  # the weight is [in, out]
     axis: Axis
 
-    def of(self, x: Tensor, dim: int) -> list[Tensor]:
-        """The blocks of a tensor that is cut along `dim`, each in one piece of aligned memory."""
-        return [_aligned(_cat([x.narrow(dim, *span) for span in spans], dim)) for spans in self.ranges]
+    def of(self, x: Tensor, dim: int, cut: bool = True) -> list[Tensor]:
+        """What belongs to each block, in one piece: a part along `dim`, or all."""
+        spans = self.ranges if cut else [((0, x.shape[dim]),)]
+        found = [_aligned(_cat([x.narrow(dim, *span) for span in each], dim)) for each in spans]
+        return found if cut else found * len(self.ranges)
 
     def weights(self, weight: Tensor) -> list[Tensor]:
-        """The blocks of the weight, as [out, in]."""
-        return [each.t() if self.swapped else each for each in self.of(weight, self.dim)]
+        """The blocks of the weight, as [in, out]."""
+        found = self.of(weight, int(self.rows != self.swapped))
+        return found if self.swapped else [each.t() for each in found]
 
     def joined(self, blocks: list[Tensor], dim: int) -> Tensor:
         """The inverse of `of`."""
         pieces = [block.split([size for _, size in self.ranges[0]], dim) for block in blocks]
         return _cat([piece for fused in zip(*pieces, strict=True) for piece in fused], dim)
 
-    def gradient(self, outs: list[Tensor], ins: list[Tensor]) -> Tensor:
-        """The gradient of the weight, from that of what each block gives, and what it takes."""
-        pairs = zip(outs, ins, strict=True)
-        return self.joined([x.t() @ grad if self.swapped else grad.t() @ x for grad, x in pairs], self.dim)
-
     def summed(self, lefts: list[Tensor], rights: list[Tensor]) -> Tensor:
         """The sum of products over the blocks of all ranks, in the dtype of what is multiplied."""
         tree: Tree[Tensor] = Tree(Tensor.add_)
         for at, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-            tree.put(at, _product(left, right))
+            tree.put(at, _times(left, right))
         total = tree.take()
         if self.axis.size > 1:
             for rank, row in enumerate(moves.all_gather(total[None], self.axis, 0, [1] * self.axis.size)):
@@ -68,19 +63,20 @@ class _Blocks(NamedTuple):
         return total.to(lefts[0].dtype)
 
 
-class _Columns(torch.autograd.Function):
-    """What a layer that is cut along its outputs gives on this rank, from what is whole; the gradient of that is, too."""
+class _Product(torch.autograd.Function):
+    """x [n, in] times the weight, plus a bias that is cut: of whole and cut tensors, as the blocks say."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: _Blocks) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.blocks = blocks
         with torch.autocast(x.device.type, enabled=False):
-            x, weights = _aligned(x), blocks.weights(weight)
+            both = blocks.of(x, 1, blocks.rows), blocks.weights(weight)
+            if blocks.rows:
+                return blocks.summed(*both)
             if bias is None:
-                return blocks.joined([x @ each.t() for each in weights], 1)
-            pairs = zip(blocks.of(bias, 0), weights, strict=True)
-            return blocks.joined([torch.addmm(own, x, each.t()) for own, each in pairs], 1)
+                return blocks.joined([own @ each for own, each in zip(*both, strict=True)], 1)
+            return blocks.joined(list(map(torch.addmm, blocks.of(bias, 0), *both)), 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -88,38 +84,18 @@ class _Columns(torch.autograd.Function):
         (x, weight), blocks = ctx.saved_tensors, ctx.blocks
         of_x = of_weight = of_bias = None
         with torch.autocast(x.device.type, enabled=False):
-            grads = blocks.of(grad, 1)
+            grads = blocks.of(grad, 1, not blocks.rows)
+            if ctx.needs_input_grad[0]:
+                weights = [each.t() for each in blocks.weights(weight)]
+                parts = zip(grads, weights, strict=True)
+                of_x = blocks.joined([a @ b for a, b in parts], 1) if blocks.rows else blocks.summed(grads, weights)
             if ctx.needs_input_grad[1]:
-                of_weight = blocks.gradient(grads, [_aligned(x)] * len(grads))
+                pairs = zip(grads, blocks.of(x, 1, blocks.rows), strict=True)
+                found = [own.t() @ out if blocks.swapped else out.t() @ own for out, own in pairs]
+                of_weight = blocks.joined(found, int(blocks.rows != blocks.swapped))
             if ctx.needs_input_grad[2]:
                 of_bias = blocks.joined([each.sum(0) for each in grads], 0)
-            if ctx.needs_input_grad[0]:
-                of_x = blocks.summed(grads, blocks.weights(weight))
         return of_x, of_weight, of_bias, None
-
-
-class _Rows(torch.autograd.Function):
-    """What a layer that is cut along its inputs gives, which is whole, without its bias."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, blocks: _Blocks) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.blocks = blocks
-        with torch.autocast(x.device.type, enabled=False):
-            return blocks.summed(blocks.of(x, 1), [each.t() for each in blocks.weights(weight)])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (x, weight), blocks = ctx.saved_tensors, ctx.blocks
-        of_x = of_weight = None
-        with torch.autocast(x.device.type, enabled=False):
-            grad = _aligned(grad)
-            if ctx.needs_input_grad[0]:
-                of_x = blocks.joined([grad @ each for each in blocks.weights(weight)], 1)
-            if ctx.needs_input_grad[1]:
-                of_weight = blocks.gradient([grad] * len(blocks.ranges), blocks.of(x, 1))
-        return of_x, of_weight, None
 
 
 class TreeForward(CutForward):
@@ -132,7 +108,7 @@ class TreeForward(CutForward):
     def run(self, x: Any, args: Any, kwargs: dict[str, Any], name: str = "") -> Any:
         """See `Replaced.run`."""
         layer, style = self._layer, self._layer.style
-        if isinstance(layer.module, nn.Embedding) or not layer.divided:
+        if isinstance(layer.module, nn.Embedding):
             out = super().run(x, args, kwargs, name)
             return out + 0.0 if style.takes == "ids" else out  # as a sum over ranks, which has no -0.0
         regions = self._scope.regions if self._scope is not None and self.module.training else None
@@ -154,14 +130,10 @@ class TreeForward(CutForward):
         for size in (layer.share.of(pack)[1] for pack in layer.packs):
             spans.append([(start + at * (size // count), size // count) for at in range(count)])
             start += size
-        swapped = type(self.module).__name__ == "Conv1D"
-        blocks = _Blocks(tuple(zip(*spans, strict=True)), layer.main.dim, swapped, self.axis)
-        flat = x.reshape(-1, x.shape[-1])
-        if layer.style.dim == "out":
-            out = _Columns.apply(flat, weight, bias, blocks)
-        else:
-            out = _Rows.apply(flat, weight, blocks)
-            out = out if bias is None else out + bias
+        rows, swapped = layer.style.dim == "in", type(self.module).__name__ == "Conv1D"
+        blocks = _Blocks(tuple(zip(*spans, strict=True)), rows, swapped, self.axis)
+        out = _Product.apply(x.reshape(-1, x.shape[-1]), weight, None if rows else bias, blocks)
+        out = out + bias if rows and bias is not None else out  # once, behind the sum
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
@@ -177,46 +149,43 @@ class NoDraws(Regions):
         """Raises ValueError if something was."""
         before, self._after = self._after, None
         if before is not None and not torch.equal(before, self._generator.get_state()):
-            raise ValueError(_DRAWN)
+            raise ValueError(
+                "tensor_parallel.reduce 'tree': random numbers were drawn where each rank has a part of the features; "
+                "set the dropout there, of attention say, to 0"
+            )
 
 
 def check_blocks(model: nn.Module, plan: TensorPlan, section: Any) -> None:
     """Raise ValueError, naming the layer, where a plan cannot be done in blocks."""
-    where, blocks, ranks = "tensor_parallel.reduce 'tree'", section.blocks, plan.ranks
-    if blocks < 1 or blocks & (blocks - 1) or blocks % ranks:
-        raise ValueError(
-            f"tensor_parallel.blocks: got {blocks}; 'tree' wants a power of two, that {ranks} ranks divide"
-        )
+    if (wrong := next(_wrong(model, plan, section), None)) is not None:
+        raise ValueError(f"tensor_parallel.reduce 'tree': {wrong}")
+
+
+def _wrong(model: nn.Module, plan: TensorPlan, section: Any) -> Iterator[str]:
+    blocks, ranks, theirs = section.blocks, plan.ranks, pretrained(model)
+    if max(0, blocks).bit_count() != 1 or blocks % ranks:
+        yield f"blocks is {blocks}, and wanted is a power of two that {ranks} ranks divide"
     if section.sequence_parallel:
-        raise ValueError(
-            f"{where}: gradients of norms between layers would be sums over ranks; set sequence_parallel to false"
-        )
-    theirs = pretrained(model)
+        yield "gradients of the norms between layers would be sums over ranks; set sequence_parallel to false"
     if theirs is not None and getattr(theirs[1].config, "_attn_implementation", None) == "eager":
-        raise ValueError(
-            f"{where}: the products of eager attention depend on how many heads a rank has; load the model with "
-            "attn_implementation='sdpa'"
-        )
+        yield "eager attention gives other bits for other numbers of heads; load with attn_implementation='sdpa'"
     for layer in plan.layers:
-        if layer.styled not in _SERVED or layer.param or base_of(layer.module) is not layer.module:
-            what = f"a {type(layer.module).__name__} that the plan says is '{layer.styled}'"
-            fits = "set reduce to 'sum', or leave it out of the plan"
-            raise ValueError(
-                f"{where}: '{layer.name}' is {what}{'' if layer.styled in _SERVED else ', or its adapter'}; {fits}"
-            )
-        if not layer.divided or isinstance(layer.module, nn.Embedding):
+        share = layer.share
+        if layer.styled not in _SERVED or layer.param:
+            yield f"'{layer.name}' is '{layer.styled}' in the plan, which is not done in blocks; set reduce to 'sum'"
+        elif base_of(layer.module) is not layer.module:
+            yield f"'{layer.name}' has an adapter, which is not done in blocks; set reduce to 'sum'"
+        elif not layer.divided or isinstance(layer.module, nn.Embedding):
             continue
-        if layer.share.repeats > 1 or layer.share.groups % ranks:
-            raise ValueError(f"{where}: {ranks} ranks do not divide the {layer.share.groups} groups of '{layer.name}'")
-        if odd := [pack for pack in layer.packs if pack % blocks]:
-            near = f"{odd[0] // blocks * blocks} or {-(-odd[0] // blocks) * blocks}"
-            raise ValueError(
-                f"{where}: {blocks} blocks do not divide the {odd[0]} features of '{layer.name}'; nearest that they do: "
-                f"{near}; or set tensor_parallel.blocks to {odd[0] & -odd[0]}"
-            )
+        elif share.repeats > 1 or share.groups % ranks:
+            yield f"{ranks} ranks do not divide the {share.groups} heads or features of '{layer.name}' that go together"
+        elif odd := next((pack for pack in layer.packs if pack % blocks), 0):
+            near = f"{odd // blocks * blocks} and {-(-odd // blocks) * blocks}"
+            most = f", or blocks can be {odd & -odd}" if odd & -odd >= ranks else ""
+            yield f"{blocks} blocks do not divide the {odd} features of '{layer.name}'; they do {near}{most}"
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def _times(left: Tensor, right: Tensor) -> Tensor:
     """In fp32 of 16 bits, without a rounding before."""
     if left.dtype in _WIDE:
         return left @ right
