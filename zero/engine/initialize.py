@@ -138,8 +138,7 @@ def initialize(
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
     else:
-        cuts = settings.grid.size("tp") > 1 or settings.tensor_parallel.reduce == "tree"
-        plan = planned(model, settings, data.rank) if cuts else None
+        plan = planned(model, settings, data.rank)
         groups, client = _grouped(model, optimizer, model_parameters, settings, data.rank)
         with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
             zero_optimizer = _make_optimizer(groups, client, settings, stages)

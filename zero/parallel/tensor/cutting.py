@@ -162,11 +162,15 @@ class CutModel:
 
 
 def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutModel | None:
-    """How the model is to be cut; None where it has been by hand, the record of it where by an engine that was dropped.
+    """How the model is to be cut; None where it is not, or has been by hand.
+
+    The record of it where an engine that was dropped has cut it. A tree has the same blocks on one rank, too.
 
     Raises ValueError for what cannot be cut.
     """
     ranks = settings.grid.ranks("tp", rank)
+    if len(ranks) == 1 and settings.tensor_parallel.reduce != "tree":
+        return None
     if (before := model.__dict__.get(_RECORD)) is not None:
         if (before.plan.rank, before.plan.ranks) != (ranks.index(rank), len(ranks)):
             raise ValueError(

@@ -21,8 +21,8 @@ from zero.parallel.tensor.forward import CutForward, Regions
 from zero.parallel.tensor.layers import Layer, base_of
 from zero.parallel.tensor.plan import TensorPlan, pretrained
 
-_SERVED = ("colwise", "packed_colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input")
-_SERVED += ("rowwise_rep", "embedding_rowwise", "embedding_colwise", "local_params", "replicate")
+_SERVED = {"colwise", "packed_colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input"}
+_SERVED |= {"rowwise_rep", "embedding_rowwise", "embedding_colwise", "local_params", "replicate"}
 _WIDE = (torch.float32, torch.float64)
 
 
