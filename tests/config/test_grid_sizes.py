@@ -112,7 +112,9 @@ def test_batches_loaders_and_groups_count_data_ranks():
 
 @pytest.mark.ranks(2)
 def test_a_form_that_no_layer_uses_is_refused_by_the_name_of_its_axis():
-    for form, axis, sizes in ((TP, "tp", None), (EP, "ep", None), ({}, "pp", {"pp": 2})):
+    said = said_by(lambda: zero.initialize(model=nn.Linear(4, 4), config=config(1, 1) | TP))
+    assert said.startswith("ValueError: tensor_parallel.autotp_size 2: nothing tells how Linear is cut; its layers are")
+    for form, axis, sizes in ((EP, "ep", None), ({}, "pp", {"pp": 2})):
         json = config(1, 2 if form is EP else 1) | form
         said = said_by(lambda: zero.initialize(model=nn.Linear(4, 4), config=json, mesh_param=sizes))  # noqa: B023
         assert said.startswith(f"ValueError: initialize(): {axis} is 2, and ")

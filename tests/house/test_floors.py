@@ -286,7 +286,7 @@ def test_no_file_is_too_long() -> None:
     offences = [
         f"{where(path, MAX_LINES + 1)}: {lines} lines, more than {MAX_LINES}"
         for path, lines in lengths.items()
-        if lines > MAX_LINES
+        if lines > MAX_LINES and path != ROOT / "docs/config.md"  # which is generated, and is looked up
     ]
     assert not offences, report(offences)
 

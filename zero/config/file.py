@@ -130,7 +130,7 @@ class File(Section):
     pipeline: Pipeline = absent(Pipeline)
     """Layers divided among ranks."""
     tensor_parallel: TensorParallel = absent(TensorParallel)
-    """`autotp_size`, `tp.tp_size`: ranks that layers are cut over, where a script says how by `zero.set_cut`."""
+    """Layers cut over neighbouring ranks."""
     expert_parallel: Annotated[Settings, Unavailable(_NOT_FOR_YOU, on=beyond("enabled", "autoep_size", "ep_size"))]
     """`autoep_size`: ranks that experts are divided among, where a script says how by `zero.set_cut`; anything else in
     an enabled section is an error."""

@@ -32,7 +32,8 @@ NOTHING_TOLD = Told()
 def given_sizes(file: File) -> dict[str, Any]:
     """The sizes above 1 that the file says, by their keys."""
     values: dict[str, Any] = {"sequence_parallel_size": file.sequence_parallel_size}
-    values["tensor_parallel"] = {"autotp_size": file.tensor_parallel.autotp_size, "tp": file.tensor_parallel.tp}
+    said = file.tensor_parallel
+    values["tensor_parallel"] = {"autotp_size": said.autotp_size, "tp": {"tp_size": said.tp.tp_size}}
     values["pipeline"] = {"stages": file.pipeline.stages}
     values["expert_parallel"] = file.expert_parallel if enabled(file.expert_parallel) else {}
     found = {key: lookup(values, key) for key in KEYS}

@@ -190,3 +190,8 @@ def nccl_options(timeout: timedelta) -> Any | None:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # torch takes the one it is given, and warns where this one differs
     return options
+
+
+def shape_of_gradient(param: torch.Tensor) -> tuple[int, ...]:
+    """The shape of gradients that the graph expects of a leaf: the one it had as its node was made, if that lives."""
+    return tuple(torch.autograd.graph.get_gradient_edge(param).node._input_metadata[0].shape)

@@ -32,15 +32,13 @@ from zero.engine.pipeline import Pipeline
 from zero.engine.progress import Progress
 from zero.engine.state_offload import StateOffload
 from zero.engine.status import Status
-from zero.engine.step import TrainingStep
+from zero.engine.step import Forms, TrainingStep
 from zero.engine.weight_updates import WeightUpdates
 from zero.engine.weights import Weights
 from zero.log import log_once
 from zero.monitor.monitor import Monitor
 from zero.optim.optimizer import ZeroOptimizer
 from zero.parallel.pipeline.build import Pipelined
-from zero.parallel.shared import SharedSequences
-from zero.parallel.tensor.cutting import CutModel
 from zero.recompute.modules import Recomputing
 
 if TYPE_CHECKING:
@@ -89,9 +87,8 @@ class Engine(DeepSpeedGetters, nn.Module):
         recomputing: Recomputing,
         initialize: Callable[..., Any],
         data: Axis,
-        sharing: SharedSequences | None,
+        forms: Forms,
         pipelined: Pipelined | None = None,
-        tensors: CutModel | None = None,
     ) -> None:
         super().__init__()
         self.module = sharded.module
@@ -110,7 +107,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._metrics = Metrics(data, device)
         self._offload = StateOffload(sharded, optimizer, device)
         self._compiler = BlockCompiler(sharded, status)
-        parts = recomputing, self._accumulation, self._saving, status, sharing, tensors
+        parts = recomputing, self._accumulation, self._saving, status, forms
         self._training = TrainingStep(sharded, optimizer, device, *parts)
         if pipelined is not None:
             parts = self._training, self._accumulation, sharded, status, data
@@ -299,8 +296,8 @@ class Engine(DeepSpeedGetters, nn.Module):
             self._undo_parts()
             failed = optimizer is not None and optimizer.failure is not None
             sharded.dissolve(failed or sharded.world.watchdog.broken)
-            if self._training.tensors is not None:
-                self._training.tensors.restore(alone=sharded.world.watchdog.broken)
+            if self._training.forms.tensors is not None:
+                self._training.forms.tensors.restore(alone=sharded.world.watchdog.broken)
             if optimizer is not None:
                 self._training.conclude()
             self._progress.log_end()
@@ -335,8 +332,8 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._offload.reload_states()
         self._compiler.undo()
         self._training.recomputing.undo()
-        if self._training.sharing is not None:
-            self._training.sharing.close()
+        if self._training.forms.sharing is not None:
+            self._training.forms.sharing.close()
         if self._training.reality is not None:
             self._training.reality.close()
 

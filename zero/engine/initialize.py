@@ -55,6 +55,7 @@ from zero.engine.forward_only import follower, hand_over, sharer
 from zero.engine.joining import init_distributed, refuse_alone
 from zero.engine.pipeline_engine import PipelineEngine
 from zero.engine.precision import make_loss_scaler
+from zero.engine.step import Forms
 from zero.launch.contract import INITIALIZED
 from zero.log import counted, rank_zero, set_level
 from zero.monitor.run_folder import free_number
@@ -82,7 +83,6 @@ _CHECKS = {"optimizer": optimizer_type_problems, "scheduler": schedule_problems}
 # What is wanted of a model on more than one rank along an axis, and is not done for the user yet.
 _FORMS = {
     "pp": "all ranks have the same parameters; pipeline.stages of the JSON divides them",
-    "tp": "no parameter of the model is a part of a larger one: no layers are cut for you yet; zero.set_cut says it",
     "ep": "no parameter is an expert's: experts are not divided for you yet; zero.set_cut says it, along ep",
 }
 
@@ -235,7 +235,7 @@ def _make_engine(
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
             over = meshes.along(*DATA)
             made_by = Engine if stages is None else PipelineEngine
-            parts = over, sharing, stages, tensors
+            parts = over, Forms(sharing, tensors), stages
             engine = made_by(sharded, zero_optimizer, settings, device, recomputing, initialize, *parts)
     except BaseException:
         recomputing.undo()

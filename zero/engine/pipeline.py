@@ -144,8 +144,8 @@ class Pipeline:
             def model(*args: Any, **kwargs: Any) -> Any:
                 return stage.run(values, batch._replace(args=args, kwargs=kwargs))
 
-            if self._training.sharing is not None:
-                return self._training.sharing.run(model, bool, *args, **kwargs)
+            if self._training.forms.sharing is not None:
+                return self._training.forms.sharing.run(model, bool, *args, **kwargs)
             return model(*args, **kwargs)
 
         return self._training.run(run, (values, batch.args, batch.kwargs), {})

@@ -28,7 +28,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -62,6 +62,13 @@ from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
 
 
+class Forms(NamedTuple):
+    """What divides a model's sequences among ranks, and its layers; None for what is not divided."""
+
+    sharing: SharedSequences | None = None
+    tensors: CutModel | None = None
+
+
 class TrainingStep:
     """Runs forward, backward and step over the parts of an engine."""
 
@@ -74,18 +81,16 @@ class TrainingStep:
         accumulation: Accumulation,
         saving: CheckpointSaver,
         status: Status,
-        sharing: SharedSequences | None,
-        tensors: CutModel | None,
+        forms: Forms,
     ) -> None:
         config = accumulation.config
         every = config.zero.check_replicas
         self.recomputing = recomputing
         self.progress = Progress(config, sharded, optimizer, status, device)
         self.record = StepRecord(sharded.world, device, status, sharded.meshes.grid.ranks(DATA, 0))
-        self.sharing = sharing
-        self.tensors = tensors
+        self.forms = forms
         self.randomness: Randomness | None = None
-        if sharded.numerics.tree or tensors is not None:
+        if sharded.numerics.tree or forms.tensors is not None:
             self.randomness = Randomness(sharded.world, device, sharded.meshes.apart)
         self.replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None
         norms, alarm = config.zero.unit_norms, config.zero.alarm
@@ -105,8 +110,8 @@ class TrainingStep:
         self._saving = saving
         self._status = status
         sharded.reducer.on_flush.append(recomputing.backward_ended)
-        if sharing is not None:
-            sharded.reducer.on_flush.append(sharing.ended)
+        if forms.sharing is not None:
+            sharded.reducer.on_flush.append(forms.sharing.ended)
         if optimizer is not None:
             _conclude_at_exit(self)
 
@@ -122,11 +127,11 @@ class TrainingStep:
         if self._sharded.module.training and torch.is_grad_enabled():
             self.record.batch((inputs, kwargs))
             self._weighing.forward(kwargs)
-        if self.tensors is not None:
-            inputs, kwargs = self.tensors.begin(inputs, kwargs)
+        if self.forms.tensors is not None:
+            inputs, kwargs = self.forms.tensors.begin(inputs, kwargs)
         model = self.model
-        if self.sharing is not None:
-            model = functools.partial(self.sharing.run, model, self._begins_first)
+        if self.forms.sharing is not None:
+            model = functools.partial(self.forms.sharing.run, model, self._begins_first)
         return self.run(model, inputs, kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -242,7 +247,7 @@ class TrainingStep:
         """Record a backward of `times` this loss."""
         config = self._accumulation.config
         share = weight.factor if config.counted else 1 / config.gradient_accumulation_steps
-        if tokens is not None and self.sharing is not None and self.sharing.cuts:
+        if tokens is not None and self.forms.sharing is not None and self.forms.sharing.cuts:
             tokens = tokens / config.sequence_parallel_size  # every rank that shares them says all
         self.record.backward(loss, times * share, 0.0 if tokens is None else tokens, weight.count)
 
@@ -259,8 +264,8 @@ class TrainingStep:
         self._status.step_applied = False
         with self._accumulation.ending_micro_batch(partial) as boundary:
             if boundary:
-                if self.tensors is not None:
-                    self.tensors.before_step()
+                if self.forms.tensors is not None:
+                    self.forms.tensors.before_step()
                 self._update()
                 if not self._accumulation.config.managed_gradient_accumulation:
                     self._accumulation.count_samples(self._optimizer.reports)
@@ -320,7 +325,10 @@ class TrainingStep:
             return output
         except BaseException as error:
             self.abandon()
-            if (why := self._precision.mixed(error, self._sharded.module)) is not None:
+            why = self._precision.mixed(error, self._sharded.module)
+            if why is None and self.forms.tensors is not None:
+                why = self.forms.tensors.misfit(error)
+            if why is not None:
                 raise RuntimeError(why) from error
             raise
 
@@ -394,8 +402,8 @@ class TrainingStep:
                 logger.warning("after an exception the engine could not be made usable: %s", error)
         self._accumulation.restart()
         self.record.clear(done=False)
-        if self.sharing is not None:
-            self.sharing.ended()
+        if self.forms.sharing is not None:
+            self.forms.sharing.ended()
 
 
 def _conclude_at_exit(training: TrainingStep) -> None:

@@ -19,7 +19,9 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from zero.core.tensors import map_leaves
 from zero.core.torch_private import backward_keeps_graph
+from zero.parallel.tensor import moves
 from zero.tiled.slices import default_size, token_slices
+from zero.tiled.vocabulary import Vocabulary
 
 # What gradients of logits are multiplied by before they are rounded to fp16, whose least normal number is 6e-5. Before
 # they are divided by the number of tokens they lie between -1 and 1, and many are as small as 1 / vocabulary.
@@ -34,6 +36,7 @@ class Settings(NamedTuple):
     mean: bool
     label_smoothing: float
     z_loss: float
+    vocabulary: Vocabulary | None = None  # where ranks have some rows of the head each
 
 
 class Wanted(NamedTuple):
@@ -55,6 +58,7 @@ def tiled_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    _vocabulary: Vocabulary | None = None,
 ) -> Tensor:
     """The cross entropy of `F.linear(hidden, weight, bias)` with `targets`, without ever holding all logits.
 
@@ -73,10 +77,14 @@ def tiled_cross_entropy(
     on most CPUs for most sizes from 16 tokens on. So has the gradient of `hidden` if that of the loss is a power of
     two. Gradients of weight and bias are sums over slices, in fp32.
 
+    Where tensor parallelism has cut the head, `weight` and `bias` are this rank's rows and `targets` of the whole
+    vocabulary; the ranks that have the others call it, too, with the same hidden states.
+
     Between forward and backward the gradient of the weight is kept in fp32; the weight itself is read in the forward
     only. There is no second derivative: a backward with `create_graph=True` raises RuntimeError. Raises ValueError for
     arguments that do not fit together, on the CPU also for a target outside the vocabulary (a GPU stops the program).
     """
+    vocabulary = Vocabulary.of(weight) if _vocabulary is None else _vocabulary
     if has_torch_function_variadic(hidden, weight, bias):
         # A released parameter brings its values on this way, and calls us again.
         return handle_torch_function(
@@ -91,12 +99,13 @@ def tiled_cross_entropy(
             reduction=reduction,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
+            _vocabulary=vocabulary,
         )
     _check_tensors(hidden, weight, targets, bias)
     _check_options(tile_size, reduction, label_smoothing, z_loss)
-    _check_targets(targets, weight.shape[0], ignore_index)
+    _check_targets(targets, weight.shape[0] if vocabulary is None else vocabulary.total, ignore_index)
     size = tile_size or default_size(targets.numel(), weight.shape[1], hidden.is_cuda)
-    settings = Settings(size, ignore_index, reduction == "mean", float(label_smoothing), float(z_loss))
+    settings = Settings(size, ignore_index, reduction == "mean", float(label_smoothing), float(z_loss), vocabulary)
     rows, flat = hidden.reshape(targets.numel(), hidden.shape[-1]), targets.reshape(-1)
     if not torch.is_grad_enabled():
         return _Slices(rows, weight, bias, flat, settings, Wanted(False, False, False)).run()
@@ -222,17 +231,29 @@ class _Slices:
                 own = slice(part.start, part.stop)
                 here = logits[: len(part)]
                 self._multiply(self.hidden[own], here)
-                at_target = here.gather(1, self.targets[own])
-                # In place: a row is read to its end before it is written. The same holds for the gradient below.
-                torch.log_softmax(here, 1, out=here)
-                log_probs[own] = here.gather(1, self.targets[own])
-                log_sums[own] = at_target - log_probs[own]
+                log_probs[own], log_sums[own] = self._normalize(here, self.targets[own])
                 if self.settings.label_smoothing:
-                    smooth[own] = here.sum(1, keepdim=True)
+                    smooth[own] = self._summed(here.sum(1, keepdim=True))
                 if grads is not None:
                     self._differentiate(own, here, grads[: len(part)], log_sums[own])
                     self._collect(own, here, here if narrow is None else narrow[: len(part)].copy_(here))
+            if self.hidden_grad is not None and self.settings.vocabulary is not None:
+                moves.all_reduce(self.hidden_grad, self.settings.vocabulary.axis)
             return self._loss(log_probs, smooth, log_sums)
+
+    def _normalize(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn logits [rows, vocabulary] into logarithms of probabilities; returns the targets', and of the sums."""
+        if (cut := self.settings.vocabulary) is not None:
+            log_sums = cut.log_softmax(logits)
+            return cut.at_targets(logits, targets), log_sums
+        at_target = logits.gather(1, targets)
+        # In place: a row is read to its end before it is written. The same holds for the gradient below.
+        torch.log_softmax(logits, 1, out=logits)
+        log_probs = logits.gather(1, targets)
+        return log_probs, at_target - log_probs
+
+    def _summed(self, column: Tensor) -> Tensor:
+        return column if self.settings.vocabulary is None else self.settings.vocabulary.sums(column)[0]
 
     def _multiply(self, hidden: Tensor, out: Tensor) -> None:
         """The logits [rows, vocabulary] of a slice."""
@@ -252,6 +273,9 @@ class _Slices:
         """
         settings, weights, targets = self.settings, self._weights[own], self.targets[own]
         drift = 2 * settings.z_loss * log_sums * weights
+        if settings.vocabulary is not None:
+            settings.vocabulary.gradient_(log_probs, targets, weights, settings.label_smoothing, drift)
+            return
         spread = weights * (settings.label_smoothing / grads.shape[1])
         if settings.label_smoothing:
             grads.copy_(-spread)
@@ -284,7 +308,8 @@ class _Slices:
         labels = torch.where(self.valid, 0, -1)
         loss = F.nll_loss(log_probs, labels, ignore_index=-1, reduction="mean" if settings.mean else "sum")
         if settings.label_smoothing:
-            spread = torch.where(self.valid, smooth.squeeze(1), 0).sum() * self._share / len(self.weight)
+            total = len(self.weight) if settings.vocabulary is None else settings.vocabulary.total
+            spread = torch.where(self.valid, smooth.squeeze(1), 0).sum() * self._share / total
             loss = (1 - settings.label_smoothing) * loss - settings.label_smoothing * spread
         if settings.z_loss:
             squares = torch.where(self.valid, log_sums.squeeze(1).square(), 0).sum()

@@ -13,6 +13,7 @@ from zero.core import comm
 from zero.core.init.deferred_param import DeferredParam, ShardStorage
 from zero.core.mesh import Meshes
 from zero.core.owner import axes_of, cut_of, owner_of, set_cut, share_along
+from zero.core.torch_private import shape_of_gradient
 from zero.core.world import Axis, local_device
 from zero.parallel.pipeline.split import Elsewhere
 from zero.parallel.tensor import moves
@@ -64,6 +65,14 @@ class CutModel:
             self._compared = True
         return inputs, kwargs
 
+    def misfit(self, error: BaseException) -> str | None:
+        """What to say of an exception of a forward before the first step; None for one that says enough itself."""
+        if self._first is None or not isinstance(error, (RuntimeError, IndexError)) or "tensor_parallel" in str(error):
+            return None
+        what = f"a forward of {type(self._model).__name__}, cut as {self.plan.source} says, failed: {error}"
+        then = "If the plan does not fit the code of the model, say another by tensor_parallel.partition_config"
+        return f"tensor_parallel: {what}. {then}"
+
     def before_step(self) -> None:
         """Gradients are there: the first are compared; what was seen of sections by then holds from now on."""
         if self._first is not None:
@@ -73,6 +82,7 @@ class CutModel:
                 section.scatters = section.learned
 
     def _cut(self, meshes: Meshes) -> None:
+        _refuse_graphs({name: place.param for name, place in self.plan.places.items() if place.cut is not None})
         for name, param in list(self._model.named_parameters()):
             place, owner = self.plan.places.get(name), owner_of(param)
             deferred = owner.unit if owner is not None and isinstance(owner.unit, DeferredParam) else None
@@ -125,6 +135,8 @@ class CutModel:
                 if layer.divided:
                     set_widths(layer, self._changed)
         for module, name, block in plan.counted:
+            if not hasattr(module, name):
+                continue
             value, share = (
                 getattr(module, name),
                 max((layer.share for layer in block.layers), key=lambda each: each.groups),
@@ -162,11 +174,9 @@ class CutModel:
 
 
 def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutModel | None:
-    """How the model is to be cut; None where it is not, or has been by hand.
+    """How the model is to be cut; None where it is not, or by hand; the record where by another engine.
 
-    The record of it where an engine that was dropped has cut it. A tree has the same blocks on one rank, too.
-
-    Raises ValueError for what cannot be cut.
+    One rank has the blocks of a tree, too. Raises ValueError for what cannot be cut.
     """
     ranks = settings.grid.ranks("tp", rank)
     if len(ranks) == 1 and settings.tensor_parallel.reduce != "tree":
@@ -192,6 +202,19 @@ def cut_model(model: nn.Module, plan: TensorPlan | CutModel, meshes: Meshes, sec
         plan.attach(meshes)
         return plan
     return CutModel(model, plan, meshes, section)
+
+
+def _refuse_graphs(params: dict[str, nn.Parameter]) -> None:
+    """Raise RuntimeError where a graph of an earlier forward is kept: it expects gradients of whole parameters."""
+    for name, param in params.items():
+        if param.requires_grad and owner_of(param) is None:
+            values, param.data = param.data, param.data.new_empty(0)
+            kept, param.data = shape_of_gradient(param) != (0,), values
+            if kept:
+                raise RuntimeError(
+                    f"initialize(): a graph of an earlier forward knows parameter '{name}' whole, of a loss that is "
+                    "kept say; drop it (loss = loss.detach()) before layers are cut"
+                )
 
 
 def sliced(values: torch.Tensor, place: Place, rank: int) -> torch.Tensor:

@@ -65,19 +65,18 @@ class FirstStep:
             squares, signed = found[:, at].unbind(1)
             norm, error = float(squares.max()) ** 0.5, max(each[name] for each in errors)
             apart = max(float(signed.max() - signed.min()), norm - float(squares.min()) ** 0.5)
-            if name in self._sums:
-                if self._sums[name] and norm and apart == 0:
-                    raise RuntimeError(
-                        f"tensor_parallel: the plan says that ranks see different parts of what parameter '{name}' "
-                        "works on, and its gradient is the same on all of them: their sum would be wrong. Say 'replicate' of "
-                        "it, or leave it out of the plan"
-                    )
-            elif apart > error * norm:
+            if self._sums.get(name) and norm and apart == 0:
                 raise RuntimeError(
-                    f"tensor_parallel: parameter '{name}' is whole on {self._axis.size} ranks, and its gradient is "
-                    f"not the same on them (norms {', '.join(f'{float(each) ** 0.5:.6g}' for each in squares)}): ranks "
-                    "see different parts of what it works on, or different batches. Say "
-                    "'replicated_with_grad_allreduce' of its module in the plan, whose gradients are summed over ranks"
+                    f"tensor_parallel: the plan says that ranks see different parts of what parameter '{name}' works "
+                    "on, and its gradient is the same on all of them: their sum would be wrong. Say 'replicate' of it, "
+                    "or leave it out of the plan"
+                )
+            if name not in self._sums and apart > error * norm:
+                norms = ", ".join(f"{float(each) ** 0.5:.6g}" for each in squares)
+                raise RuntimeError(
+                    f"tensor_parallel: parameter '{name}' is whole on {self._axis.size} ranks, and its gradient is not "
+                    f"the same on them (norms {norms}): ranks see different parts of what it works on, or different "
+                    "batches. Say 'replicated_with_grad_allreduce' of its module in the plan, and gradients are summed"
                 )
 
 

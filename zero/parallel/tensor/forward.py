@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from zero.core.world import Axis
-from zero.data.seeds import mixed
 from zero.parallel.tensor import moves
 from zero.parallel.tensor.layers import Layer
 from zero.plan.tensors import sizes_of
-
-SUMS_INPUT_GRAD = "_zero_sums_input_grad"  # on a module: the gradient of what it takes is summed over the ranks
 
 
 class Replaced:
@@ -111,8 +108,6 @@ class CutForward(Replaced):
     def __init__(self, layer: Layer, axis: Axis, scope: Scope | None, section: Section | None) -> None:
         super().__init__(layer.module, axis)
         self._layer, self._scope, self._section = layer, scope, section
-        if layer.style.takes == "copy":
-            layer.module.__dict__[SUMS_INPUT_GRAD] = True
 
     def run(self, x: Any, args: Any, kwargs: dict[str, Any], name: str = "") -> Any:
         """See `Replaced.run`."""
@@ -140,11 +135,6 @@ class CutForward(Replaced):
         if outside is not None:
             out = out.masked_fill(outside[..., None], 0)
         return self._given(out)
-
-    def undo(self) -> None:
-        """See `Replaced.undo`."""
-        super().undo()
-        self.module.__dict__.pop(SUMS_INPUT_GRAD, None)
 
     def _routed(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The weights that a router gives experts are whole, and each rank uses them for its part."""
@@ -286,10 +276,10 @@ class Regions:
         if generator.device.type == "cpu":
             seed = int(torch.randint(1 << 62, (), generator=generator))
         else:  # a drawn number would have to be waited for; it counts on in steps of 4
-            seed = mixed(generator.initial_seed(), generator.get_offset())
+            seed = generator.initial_seed() + generator.get_offset() * 0xBF58476D1CE4E5B9
             generator.set_offset(generator.get_offset() + 4)
         self._after = generator.get_state()
-        generator.manual_seed(mixed(seed, self._rank))
+        generator.manual_seed((seed + (self._rank + 1) * 0x9E3779B97F4A7C15) % (1 << 63))
 
     def leave(self) -> None:
         """From here on all ranks draw the same."""

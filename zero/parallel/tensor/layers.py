@@ -14,6 +14,7 @@ from zero.plan.tensors import STYLES, WHOLE, Share, Style, common_groups, fittin
 
 _WIDTH = ("head_dim", "attention_head_size")  # of a head, as an attention calls it
 _COUNT = ("num_heads", "num_attention_heads", "n_heads", "n_head")  # of heads
+_KEYS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")  # of heads of keys
 _LATENT = "qk_head_dim"  # of an attention (MLA) whose heads are of several widths
 
 
@@ -194,7 +195,13 @@ def set_shares(block: Sequence[Layer], scopes: Sequence[nn.Module], config: Any,
     """
     counts = _heads(block, scopes, config)
     if counts is None:
-        counts = {layer.name: common_groups([pack for each in block for pack in each.packs]) for layer in block}
+        if len({pack for each in block for pack in each.packs}) > 1:
+            said = ", ".join(f"'{each.name}' {'+'.join(map(str, each.packs))}" for each in block)
+            raise ValueError(
+                f"layers that are cut alike have other numbers of features: {said}. Where several tensors are fused in "
+                "one, say so by a shape in tensor_parallel.partition_config, as in [2, -1]"
+            )
+        counts = {layer.name: block[0].packs[0] for layer in block}
     groups = common_groups(list(counts.values()))
     for layer in block:
         count = counts[layer.name]
@@ -227,11 +234,20 @@ def _heads(block: Sequence[Layer], scopes: Sequence[nn.Module], config: Any) -> 
     if not (width or count or latent or any("Attention" in type(each).__name__ for each in scopes)):
         return None
     count = count or getattr(config, "num_attention_heads", None)
+    keys = said(_KEYS) or getattr(config, "num_key_value_heads", None)
+    keys = keys if isinstance(keys, int) else None
+    widths = [each for each in (width, said(("v_head_dim",))) if each]
     counts = {}
     for layer in block:
         pack = layer.packs[0] if len(set(layer.packs)) == 1 else common_groups(layer.packs)
-        if pack == count:
+        fitting_keys = keys and pack in (keys * width for width in widths)
+        own = layer.name.rpartition(".")[2].startswith(("k", "v"))
+        if pack == count and (layer.param or (keys and not fitting_keys)):
             counts[layer.name] = pack  # one number for each head, of sinks and gates
+        elif fitting_keys and not latent and (own or pack not in ((count or 0) * width for width in widths)):
+            counts[layer.name] = keys
+        elif count and not latent and pack in (count * width for width in widths):
+            counts[layer.name] = count
         elif width and not latent and all(each % width == 0 for each in layer.packs):
             counts[layer.name] = pack // width
         elif count and pack % count == 0:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from zero.parallel.tensor.layers import Layer, Slot, set_shares
+from zero.parallel.tensor.layers import Layer, Slot, base_of, set_shares
 from zero.parallel.tensor.styles import Styles, linears_of, pretrained, styles_of
 from zero.plan.cut import Cut
 from zero.plan.grid import DENSE, PARTS, UnitAxes
@@ -146,12 +146,30 @@ def _divided(model: nn.Module, layers: list[Layer], styles: Styles, rank: int, r
     for block in blocks:
         if any(layer.share.repeats > 1 for layer in block.layers):
             counted.append((named[block.scope], "num_key_value_groups", block))
+    alone += _norms_of_heads(blocks, named, styles)
     plan = TensorPlan(styles.source, rank, ranks, blocks, alone, {}, counted)
     names = {id(param): name for name, param in model.named_parameters()}
     for layer in plan.layers:
         for slot in layer.slots:
             _place(plan, names[id(slot.param)], layer, slot)
     return plan
+
+
+def _norms_of_heads(blocks: list[Block], named: Mapping[str, nn.Module], styles: Styles) -> list[Layer]:
+    """Norms of each head of an attention that no plan names: they see the heads of each rank."""
+    found = []
+    for block in blocks:
+        scope = named[block.scope]
+        width = 0 if hasattr(scope, "qk_head_dim") else getattr(scope, "head_dim", 0)
+        for name, child in scope.named_children():
+            path, params = f"{block.scope}.{name}", list(child._parameters.values())
+            if (
+                "norm" in name
+                and path not in styles.by_name
+                and [each.shape for each in params if each is not None] == [(width,)]
+            ):
+                found.append(Layer(path, child, "replicated_with_grad_allreduce"))
+    return found
 
 
 def _has(block: Block, name: str) -> bool:
@@ -214,10 +232,10 @@ def _cut_sequences(model: nn.Module, plan: TensorPlan) -> None:
     from zero.parallel.pipeline.partition import layers as blocks_of
 
     trunk = [name for name in blocks_of(model) if any(block.scope.startswith(f"{name}.") for block in plan.blocks)]
-    if pretrained(model) is None or not trunk or len(trunk) < len(blocks_of(model)):
+    if not trunk or len(trunk) < len(blocks_of(model)):
         raise ValueError(
-            f"sequence_parallel: {type(model).__name__} has no list of blocks that are all cut, as models of "
-            "transformers have; set it to false"
+            f"sequence_parallel: {type(model).__name__} has no list of blocks in which layers are cut, all of "
+            "them; set it to false"
         )
     plan.trunk = trunk
     for block in trunk:
@@ -245,7 +263,8 @@ def _found(model: nn.Module) -> str:
     """What an error lists of a model that nothing is known of."""
     linears: dict[str, str] = {}
     for name, module in linears_of(model):
-        linears.setdefault(_generic(name), "x".join(map(str, module.weight.shape)) if hasattr(module, "weight") else "")
+        weight = base_of(module).weight
+        linears.setdefault(_generic(name) or type(module).__name__, "x".join(map(str, weight.shape)))
     own = [name for name, each in model.named_modules() if isinstance(each, nn.MultiheadAttention)]
     text = f"; its layers are {', '.join(f'{name} {shape}' for name, shape in linears.items()) or 'none'}"
     if own:

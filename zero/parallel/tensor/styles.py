@@ -76,7 +76,7 @@ def styles_of(model: nn.Module, section: Any) -> Styles:
     Raises ValueError for a style that is not served, by its name.
     """
     given = section.partition_config
-    if given is not None and given.layer_specs:
+    if given.layer_specs or given.strict_mode:
         found = _specified(model, given)
         if given.use_default_specs:
             ours = _structured(model)
@@ -107,13 +107,19 @@ def _planned(model: nn.Module) -> Styles | None:
         return None
     prefix, theirs = found
     plan = dict(getattr(theirs, "tp_plan", None) or {})
+    params = {f"{prefix}.{name}" if prefix else name for name, _ in theirs.named_parameters()}
     names = [name for name, _ in theirs.named_modules()] + [name for name, _ in theirs.named_parameters()]
     styles = {}
     for name in names:
         if (style := plan.get(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name))) is not None:
             styles[f"{prefix}.{name}" if prefix else name] = style
-    inner = {name for name, style in styles.items() if not STYLES.get(style, STYLES["replicate"]).alone}
-    return Styles(styles, {}, {}, f"the tp_plan of {type(theirs).__name__}") if inner else None
+    head = [f"{prefix}.{name}" if prefix else name for name, each in theirs.named_modules() if each is _head(theirs)]
+    if not styles.keys() - set(head):
+        return None
+    for name in (name for name, style in styles.items() if style == "all_reduce"):
+        if any(other.rpartition(".")[0] == name and other in params for other in styles):
+            styles[name] = "moe_tp_experts"  # its own parameters are parts, so what it takes is used in parts, too
+    return Styles(styles, {}, {}, f"the tp_plan of {type(theirs).__name__}")
 
 
 def _structured(model: nn.Module) -> Styles:
@@ -138,7 +144,7 @@ def _structured(model: nn.Module) -> Styles:
                 counted[where] = (*counted.get(where, ()), attribute)
             styles |= {f"{path}{key}": style for key, style in _OPTIONAL.items() if key in module._parameters}
     theirs = pretrained(model)
-    head = theirs[1].get_output_embeddings() if theirs is not None else named.get("lm_head")
+    head = _head(theirs[1]) if theirs is not None else named.get("lm_head")
     if styles and isinstance(head, nn.Linear):
         styles[next(name for name, each in named.items() if each is head)] = "colwise_gather_output"
     return Styles(styles, packs, counted, "what its layers are called")
@@ -159,10 +165,10 @@ def _specified(model: nn.Module, given: Any) -> Styles:
             ),
             None,
         )
-        if spec is None or param.ndim < 2:
+        if spec is None or (param.ndim < 2 and spec.partition_type != "skip"):
             continue
         if spec.partition_type == "skip":
-            styles[owner] = ""
+            styles[owner] = "replicated_with_grad_allreduce" if spec.grad_allreduce else ""
             continue
         columns = spec.partition_type == "column"
         styles[owner] = ("colwise_gather_output" if spec.gather_output else "colwise") if columns else "rowwise"
@@ -208,6 +214,13 @@ def _complete_tied(model: nn.Module, found: Styles) -> None:
 def linears_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers with a weight of two dims, by name."""
     yield from ((name, each) for name, each in model.named_modules() if _is_layer(each))
+
+
+def _head(theirs: Any) -> nn.Module | None:
+    try:
+        return theirs.get_output_embeddings()
+    except NotImplementedError:
+        return None
 
 
 def _is_layer(module: nn.Module | None) -> bool:
