@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zero.compat.pipe import PipelineModule
+from zero.compat.tensor_parallel import recorded_sizes
 from zero.config import Config, load
 from zero.config.grid_sizes import Told
 from zero.config.optimizers import MuonParams
@@ -127,7 +128,8 @@ def initialize(
     _join(source, dist_init_required, distributed_port)
     keep_cuts(model)
     cut = any(cut_of(param) is not None for param in model.parameters())
-    data = data_ranks(mesh_param, device_mesh, mpu, cut, model._sizes if isinstance(model, PipelineModule) else {})
+    said = model._sizes if isinstance(model, PipelineModule) else recorded_sizes(model)
+    data = data_ranks(mesh_param, device_mesh, mpu, cut, said)
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
     settings = _load(source, data, stand_ins, assigned, model)
