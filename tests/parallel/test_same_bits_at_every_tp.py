@@ -147,10 +147,10 @@ def test_products_of_blocks_are_those_of_the_layer(rows, packs, swapped):
     assert torch.autograd.gradcheck(lambda *tensors: _Product.apply(*tensors, blocks), given)
 
 
-def refused(kind: str, section: dict[str, Any], **more: Any) -> str:
+def refused(kind: str, section: dict[str, Any], tp: int = 1, **more: Any) -> str:
     model = build(kind, **more)
     before = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
-    said = said_by(lambda: zero.initialize(model=model, config=settings(1, 1, **section)))
+    said = said_by(lambda: zero.initialize(model=model, config=settings(tp, 1, **section)))
     assert before == {name: module.__dict__.get("forward") for name, module in model.named_modules()}
     return said
 
@@ -158,13 +158,21 @@ def refused(kind: str, section: dict[str, Any], **more: Any) -> str:
 @needs_transformers
 @pytest.mark.ranks(1)
 def test_what_is_not_done_in_blocks_is_named() -> None:
-    assert "blocks is 6, and wanted is a power of two" in refused("llama", {"blocks": 6})
+    assert "tensor_parallel.blocks: got 6, wanted a power of two" in refused("llama", {"blocks": 6})
     assert "set sequence_parallel to false" in refused("llama", {"sequence_parallel": True})
     assert "attn_implementation='sdpa'" in refused("llama", {}, attn_implementation="eager")
     assert "'lm_head', and" not in (said := refused("llama", {}, vocab_size=97))
     assert "8 blocks do not divide the 97 features of 'lm_head'; they do 96 and 104" in said
     assert "q_norm' is 'replicated_with_grad_allreduce' in the plan" in refused("qwen3", {}, head_dim=8)
     assert "experts.gate_up_proj' is 'packed_colwise' in the plan" in refused("mixtral", {})
+
+
+@needs_transformers
+@pytest.mark.ranks(2)
+def test_heads_that_ranks_would_repeat_are_refused() -> None:
+    said = refused("llama", {}, 2, num_key_value_heads=1)
+    assert "2 ranks do not divide the 1 heads or features of 'model.layers.0.self_attn.k_proj' that go together" in said
+    assert "2 ranks do not divide tensor_parallel.blocks, which is 1" in refused("llama", {"blocks": 1}, 2)
 
 
 @needs_transformers

@@ -4,12 +4,16 @@ A product over a slice of features need not have the bits of that slice of the p
 layer have shapes that no number of ranks changes: its features are a fixed number of blocks, of which each rank has
 equally many. Sums over blocks are fp32 (fp64 of fp64) in a fixed binary tree: first over those of a rank, which are a
 whole subtree, then over ranks, which send each other theirs; they are rounded once.
+
+What is computed between layers is left to torch. On CPUs it does not depend on the number of heads in
+`scaled_dot_product_attention`, as it does in eager attention; SiLU and others compute what remains of a vector by other
+code, so the features of each rank must be a multiple of 64. Other devices have not been tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,14 +56,9 @@ class _Blocks(NamedTuple):
 
     def summed(self, lefts: list[Tensor], rights: list[Tensor]) -> Tensor:
         """The sum of products over the blocks of all ranks, in the dtype of what is multiplied."""
-        tree: Tree[Tensor] = Tree(Tensor.add_)
-        for at, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-            tree.put(at, _times(left, right))
-        total = tree.take()
+        total = _added(map(_times, lefts, rights))
         if self.axis.size > 1:
-            for rank, row in enumerate(moves.all_gather(total[None], self.axis, 0, [1] * self.axis.size)):
-                tree.put(rank, row)
-            total = tree.take()
+            total = _added(moves.all_gather(total[None], self.axis, 0, [1] * self.axis.size))
         return total.to(lefts[0].dtype)
 
 
@@ -122,10 +121,11 @@ class TreeForward(CutForward):
         return moves.gathered(out, self.axis, -1, layer.sizes) if style.gives == "gather" else out
 
     def _product(self, x: Tensor) -> Tensor:
-        layer, weight, bias = self._layer, self.module.weight, self.module.bias
+        layer, module = self._layer, cast(Any, self.module)
+        weight, bias = module.weight, module.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = (each if each is None else each.to(dtype) for each in (x, weight, bias))
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         count, spans, start = self._blocks // self.axis.size, [], 0
         for size in (layer.share.of(pack)[1] for pack in layer.packs):
             spans.append([(start + at * (size // count), size // count) for at in range(count)])
@@ -163,8 +163,8 @@ def check_blocks(model: nn.Module, plan: TensorPlan, section: Any) -> None:
 
 def _wrong(model: nn.Module, plan: TensorPlan, section: Any) -> Iterator[str]:
     blocks, ranks, theirs = section.blocks, plan.ranks, pretrained(model)
-    if max(0, blocks).bit_count() != 1 or blocks % ranks:
-        yield f"blocks is {blocks}, and wanted is a power of two that {ranks} ranks divide"
+    if blocks % ranks:
+        yield f"{ranks} ranks do not divide tensor_parallel.blocks, which is {blocks}"
     if section.sequence_parallel:
         yield "gradients of the norms between layers would be sums over ranks; set sequence_parallel to false"
     if theirs is not None and getattr(theirs[1].config, "_attn_implementation", None) == "eager":
@@ -183,6 +183,15 @@ def _wrong(model: nn.Module, plan: TensorPlan, section: Any) -> Iterator[str]:
             near = f"{odd // blocks * blocks} and {-(-odd // blocks) * blocks}"
             most = f", or blocks can be {odd & -odd}" if odd & -odd >= ranks else ""
             yield f"{blocks} blocks do not divide the {odd} features of '{layer.name}'; they do {near}{most}"
+
+
+def _added(leaves: Iterable[Tensor]) -> Tensor:
+    """The sum of a power of two of tensors, which are made one after the other."""
+    tree: Tree[Tensor] = Tree(Tensor.add_)
+    for at, leaf in enumerate(leaves):
+        tree.put(at, leaf)
+    (total,) = tree.values
+    return total
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
