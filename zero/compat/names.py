@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_ONE_KIND = "zero has data parallelism only so far"
+_EXPERTS = "experts are not divided among ranks yet: every rank trains every expert of a model of Transformers"
+_LAYERS = "the section tensor_parallel of the JSON, by which initialize() cuts layers"
 _STAGES = "pipeline.stages in the JSON, or loss_fn of initialize(); else engine(...), engine.backward and engine.step"
 _LOADS = "every checkpoint loads at any world size and stage by itself"
 _OWN_FILES = "checkpoints of zero have no such file; client state comes from engine.load_checkpoint"
@@ -26,7 +27,7 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.logger": "logging.getLogger('zero')",
     "deepspeed.log_dist": "logging, where torch.distributed.get_rank() is 0",
     "deepspeed.init_inference": "engine.generate, with the engine in eval",
-    "deepspeed.tp_model_init": _ONE_KIND,
+    "deepspeed.tp_model_init": _LAYERS,
     "deepspeed.OnDevice": "zero.Init, or torch.device as a context",
     "deepspeed.DeepSpeedHybridEngine": "engine.generate",
     "deepspeed.runtime.zero.MiCS_Init": "`mics_shard_size` of the JSON; deepspeed.zero.Init does for it",
@@ -45,9 +46,9 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.model_implementations": _TRAINS,
     "deepspeed.io": "engine.save_checkpoint, which writes beside the loop",
     "deepspeed.linear": "PEFT: LoRA over packed weights trains as it is",
-    "deepspeed.module_inject": _ONE_KIND,
-    "deepspeed.moe.layer.MoE": _ONE_KIND + "; every rank trains every expert of a model of Transformers",
-    "deepspeed.moe.sharded_moe": _ONE_KIND,
+    "deepspeed.module_inject": _LAYERS,
+    "deepspeed.moe.layer.MoE": _EXPERTS,
+    "deepspeed.moe.sharded_moe": _EXPERTS,
     "deepspeed.monitor": "engine.monitor, and tensorboard, wandb, csv_monitor and comet of the JSON",
     "deepspeed.nebula": "engine.save_checkpoint, which writes beside the loop",
     "deepspeed.datastates": "engine.save_checkpoint, which writes beside the loop",
@@ -85,7 +86,7 @@ INSTEAD: Mapping[str, str] = {
             *("runtime.sparse_tensor", "runtime.weight_quantizer", "runtime.zenflow"),
         )
     },
-    "deepspeed.moe.experts": _ONE_KIND,
+    "deepspeed.moe.experts": _EXPERTS,
     "deepspeed.profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler.get_model_profile",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine": "engine.save_checkpoint",
     "deepspeed.runtime.fp16.loss_scaler": "engine.optimizer.loss_scaler",
@@ -103,8 +104,8 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss": "zero.tile_loss",
     "deepspeed.runtime.swap_tensor": _DECIDES,
     "deepspeed.runtime.superoffload": _DECIDES,
-    "deepspeed.runtime.tensor_parallel": _ONE_KIND,
-    "deepspeed.runtime.domino": _ONE_KIND,
+    "deepspeed.runtime.tensor_parallel": _LAYERS,
+    "deepspeed.runtime.domino": _LAYERS,
     "deepspeed.runtime.zero.mics": "`mics_shard_size` of the JSON; deepspeed.zero.Init does for it",
     "deepspeed.runtime.zero.parameter_offload": _CALLS_ENGINE,
     "deepspeed.runtime.zero.tiling": "deepspeed.zero.TiledLinear",

@@ -98,8 +98,8 @@ def data_ranks(
     known = dist.is_initialized()
     world, rank = (dist.get_world_size(), dist.get_rank()) if known else (1, 0)
     if not name:
-        return DataRanks(None, world, rank, layered, "PipelineModule" if layered else "")
-    if layered:
+        return DataRanks(None, world, rank, layered, "the model" if layered else "")
+    if "pp" in layered:
         raise ValueError(f"initialize(): got {name}, and a PipelineModule that says the ranks of its stages; keep one")
     if name == "mpu":
         return _of_mpu(value, layers_are_cut)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zero.compat.pipe import PipelineModule
+from zero.compat.tensor_parallel import recorded_sizes
 from zero.config import Config, load
 from zero.config.grid_sizes import Told
 from zero.config.optimizers import MuonParams
@@ -127,13 +128,12 @@ def initialize(
     _join(source, dist_init_required, distributed_port)
     keep_cuts(model)
     cut = any(cut_of(param) is not None for param in model.parameters())
-    data = data_ranks(mesh_param, device_mesh, mpu, cut, model._sizes if isinstance(model, PipelineModule) else {})
+    data = data_ranks(mesh_param, device_mesh, mpu, cut, _said_sizes(model))
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
     settings = _load(source, data, stand_ins, assigned, model)
-    device = local_device()
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
-    loader = _make_loader(settings, device, data, isinstance(model, PipelineModule), training_data, collate_fn)
+    loader = _make_loader(settings, data, isinstance(model, PipelineModule), training_data, collate_fn)
     if assigned is not None and assigned.plain:
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
@@ -143,11 +143,16 @@ def initialize(
         with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
             zero_optimizer = _make_optimizer(groups, client, settings, stages)
             scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
-            engine = _make_engine(model, zero_optimizer, settings, device, data, training_data, stages, plan)
+            engine = _make_engine(model, zero_optimizer, settings, data, training_data, stages, plan)
     engine.lr_scheduler, engine.training_dataloader = scheduler, engine._follow(loader)
     if assigned is not None:
         assigned.watch(engine)
     return engine, engine.optimizer, loader, scheduler
+
+
+def _said_sizes(model: nn.Module) -> Mapping[str, int]:
+    """What the model says of the grid of ranks."""
+    return model._sizes if isinstance(model, PipelineModule) else recorded_sizes(model)
 
 
 def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, port: int) -> None:
@@ -179,7 +184,6 @@ def _load(source: Any, data: DataRanks, stand_ins: list[str], assigned: Any, mod
 
 def _make_loader(
     settings: Config,
-    device: torch.device,
     data: DataRanks,
     layered: bool,
     training_data: Dataset | Sequence[Any] | None,
@@ -189,20 +193,19 @@ def _make_loader(
         return None
     # In the order of the dataset for a PipelineModule, as DeepSpeed takes it.
     how = {"route": "eval" if layered else "train", "collate_fn": collate_fn}
-    return make_loader(settings, device, data.place(settings.grid), training_data, **how)
+    return make_loader(settings, local_device(), data.place(settings.grid), training_data, **how)
 
 
 def _make_engine(
     model: nn.Module,
     zero_optimizer: ZeroOptimizer | None,
     settings: Config,
-    device: torch.device,
     data: DataRanks,
     training_data: Dataset | Sequence[Any] | None,
     stages: Pipelined | None,
     plan: TensorPlan | CutModel | None,
 ) -> Engine:
-    stage, managed = settings.zero_optimization.stage, settings.managed_gradient_accumulation
+    stage, managed, device = settings.zero_optimization.stage, settings.managed_gradient_accumulation, local_device()
     sharding = Sharding.of_stage(stage, settings.reduces_each, managed)
     shard_optimizer = zero_optimizer.shard_optimizer if zero_optimizer else None
     groups = zero_optimizer.param_groups if zero_optimizer else []

@@ -102,7 +102,7 @@ def tensor_plan(model: nn.Module, section: Any, rank: int, ranks: int) -> Tensor
             _cut_sequences(model, plan)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    if not any(layer.divided for layer in plan.layers):
+    if not any(layer.divided for layer in plan.layers) and section.partition_config.use_default_specs:
         raise ValueError(f"{where}: nothing tells how {type(model).__name__} is cut{_found(model)}")
     return plan
 

@@ -38,6 +38,7 @@ __getattr__ = finder(
         "init_distributed": "deepspeed.comm",
         "get_accelerator": "deepspeed.accelerator",
         "add_config_arguments": "zero",
+        "tp_model_init": "zero.compat.tensor_parallel",
         "logger": "deepspeed.utils.logging",
         "log_dist": "deepspeed.utils.logging",
         "dist": "deepspeed.comm:",
