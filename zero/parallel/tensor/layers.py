@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -226,6 +227,13 @@ def set_shares(block: Sequence[Layer], scopes: Sequence[nn.Module], config: Any,
             )
 
 
+def _of(config: Any, name: str) -> Any:
+    """What a configuration says; None where it says nothing, or (transformers: a RuntimeError) not the same of all layers."""
+    with contextlib.suppress(RuntimeError):
+        return getattr(config, name, None)
+    return None
+
+
 def _heads(block: Sequence[Layer], scopes: Sequence[nn.Module], config: Any) -> dict[str, int] | None:
     """How many heads each layer of an attention has; None where the block is none."""
 
@@ -236,8 +244,8 @@ def _heads(block: Sequence[Layer], scopes: Sequence[nn.Module], config: Any) -> 
     width, count, latent = said(_WIDTH), said(_COUNT), said((_LATENT,))
     if not (width or count or latent or any("Attention" in type(each).__name__ for each in scopes)):
         return None
-    count = count or getattr(config, "num_attention_heads", None)
-    keys = said(_KEYS) or getattr(config, "num_key_value_heads", None)
+    count = count or _of(config, "num_attention_heads")
+    keys = said(_KEYS) or _of(config, "num_key_value_heads")
     keys = keys if isinstance(keys, int) else None
     widths = [each for each in (width, said(("v_head_dim",))) if each]
     counts = {}
