@@ -89,5 +89,3 @@ def test_weights_are_born_as_those_of_one_process() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_is_born_so_beside_data_ranks(pool: Pool, name: str) -> None:
     pool.run(4, born, name, 3, 2)
-
-

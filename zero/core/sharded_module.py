@@ -355,8 +355,9 @@ def _specs(
         dtype = _dtype_name(param, dtype, name, compute_dtype)
         # What the optimizer does not update needs no gradient shard, but may need a gradient for others.
         trained = param in group_of and param.requires_grad
-        where = axes_of(param), cut_of(param)
-        specs.append(ParamSpec(name, numel, dtype, trained, group_of.get(param, -1), param.ndim, more, *where))
+        axes, cut = axes_of(param), cut_of(param)
+        ndim = param.ndim if cut is None else len(cut.shape)
+        specs.append(ParamSpec(name, numel, dtype, trained, group_of.get(param, -1), ndim, more, axes, cut))
     return specs
 
 

@@ -84,7 +84,7 @@ def with_parts(owner: Owner, own: torch.Tensor) -> torch.Tensor:
         part = own if rank == axis.rank else own.new_empty(numel)
         comm.broadcast(part, rank, axis)
         for box, at in places(boxes, 0, numel):
-            _inside(full, box).copy_(part[at : at + box.numel].view(box.sizes))
+            full[box.slices].copy_(part[at : at + box.numel].view(box.sizes))
     return full.view(-1)
 
 
@@ -94,7 +94,7 @@ def own_part(owner: Owner, full: torch.Tensor) -> torch.Tensor:
     if cut is None:
         return full.reshape(-1)
     full = full.reshape(cut.shape)
-    return torch.cat([_inside(full, box).reshape(-1) for box in cut.boxes])
+    return torch.cat([full[box.slices].reshape(-1) for box in cut.boxes])
 
 
 def is_part(owner: Owner) -> bool:
@@ -106,10 +106,6 @@ def full_shape(owner: Owner) -> tuple[int, ...]:
     """The shape of the parameter, or of the larger one that it is a part of."""
     cut = owner.unit.plan.params[owner.index].cut
     return tuple(owner.param.shape) if cut is None else cut.shape
-
-
-def _inside(full: torch.Tensor, box: Box) -> torch.Tensor:
-    return full[tuple(slice(first, first + size) for first, size in zip(box.offset, box.sizes, strict=True))]
 
 
 def same_everywhere(owner: Owner, values: torch.Tensor) -> torch.Tensor:

@@ -12,15 +12,14 @@ divides its own momentum by the norm, in place. Ours stays unchanged.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from zero.config.optimizers import MuonParams
-from zero.core.comm import exchange
-from zero.core.owner import cut_of
+from zero.core.agree import agree
 from zero.core.torch_private import muon_learning_rate, torch_newton_schulz
 from zero.core.unit import Unit
 from zero.core.world import Axis, World
@@ -28,12 +27,12 @@ from zero.kernels.formulas import formats_of
 from zero.kernels.moments import random_bits
 from zero.kernels.newton_schulz import newton_schulz
 from zero.optim.fused import FusedShardOptimizer
+from zero.optim.matrix_exchange import Matrices, replace_matrices
 from zero.optim.shard_optimizer import Group, Rows, Update
-from zero.plan.cut import Cut
+from zero.plan.cut import Box, Cut, whole
+from zero.plan.grid import UnitAxes
 from zero.plan.layout import Fragment
-from zero.plan.matrices import Matrix, assign, matrices_of, pieces
-
-Matrices = Mapping[int, torch.Tensor]  # [rows, cols] by number
+from zero.plan.matrices import Matrix, SharedMatrix, shared_matrices
 
 # Elements of the units in one message: enough to give each rank a share, and little memory beside the model.
 TOGETHER = 1 << 28
@@ -49,28 +48,42 @@ class MatrixShardOptimizer(FusedShardOptimizer):
     marks_changes = False
 
     def __init__(self, params: MuonParams, compute_dtype: str, groups: Sequence[Group]) -> None:
-        if not all(has_whole_matrices(param) for group in groups if uses_muon(group) for param in group["params"]):
-            raise ValueError(
-                "Muon wants whole matrices, and this model has parts of some; set use_muon to false for these"
-            )
         super().__init__("muon", params, compute_dtype)
         self.defaults = {"lr": params.lr, "weight_decay": params.weight_decay}
         self.formats = formats_of("muon", params, compute_dtype, groups)
         self._split, self._one_by_one = params.split, params.ns_method == "standard"
         self._directions: dict[int, torch.Tensor] = {}  # bf16 [n], of units not yet updated in this step
         self._rows: dict[str, torch.Tensor] = {}  # NorMuon's means of squares, fp32 [rows], by names of matrices
+        self._boxes: dict[str, dict[int, list[Box]]] = {}  # of parameters that are cut, by rank beside
+        self._known: dict[int, list[SharedMatrix]] = {}  # by unit
         self._loaded = False  # whether all ranks have all rows, until the next step; else only the ranks that use them
+
+    def bind(self, units: Sequence[Unit], groups: Sequence[Group]) -> None:
+        """See `ShardOptimizer.bind`; learns which parts of matrices the ranks beside this one have."""
+        axes: dict[UnitAxes, tuple[Axis, dict[str, Cut]]] = {}
+        for unit in units:
+            if unit.mesh.axes.parts and uses_muon(groups[unit.plan.group]):
+                _, cuts = axes.setdefault(unit.mesh.axes, (unit.mesh.beside, {}))
+                cuts |= {spec.name: spec.cut for spec in unit.plan.params if spec.cut is not None}
+        for beside, cuts in axes.values():
+            said = agree({name: cut.boxes for name, cut in cuts.items()}, beside)
+            for name in sorted({*itertools.chain(*said)}):
+                if lacking := [rank for rank, each in zip(beside.ranks, said, strict=True) if name not in each]:
+                    raise ValueError(f"Muon: parameter '{name}' is cut, and ranks {lacking} have none of that name")
+                parts = enumerate(each[name] for each in said)
+                self._boxes[name] = {rank: [Box(*map(tuple, box)) for box in boxes] for rank, boxes in parts}
 
     @torch.no_grad()
     def prepare(self, updates: Sequence[Update], world: World) -> None:
         """See `ShardOptimizer.prepare`; computes the directions of all matrices."""
-        together: dict[tuple[int, ...], list[Update]] = {}  # by the ranks that share the matrices
+        together: dict[UnitAxes, list[Update]] = {}  # by the ranks that share the matrices
         for each in (each for each in updates if uses_muon(each.group)):
-            ranks = each.unit.mesh.shard.ranks
-            work = together.setdefault(ranks, [])
+            axes = each.unit.mesh.axes
+            work = together.setdefault(axes, [])
             work.append(each)
-            if sum(one.unit.plan.layout.numel for one in work) >= TOGETHER:
-                self._orthogonalize(together.pop(ranks))
+            # Of full parameters: ranks that have parts of one matrix begin it together.
+            if sum(spec.full_numel for one in work for spec in one.unit.plan.params) >= TOGETHER:
+                self._orthogonalize(together.pop(axes))
         for work in together.values():
             self._orthogonalize(work)
         self._loaded = False
@@ -88,30 +101,33 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         if unit.shard.placement.streamed:  # the update runs on another stream than the one that made the direction
             unit.shard.placement.streams.up.record_stream(direction)
         with undone_where_nan(factor, {unit.shard.master.shard, unit.shard.master.tensor}):
-            for matrix in self._matrices(unit, 0):
-                start, numel = matrix.span.intersect(unit.shard.window)  # may be empty
-                at = start - unit.shard.window.start
-                step = muon_learning_rate(lr, group["adjust_lr_fn"], (matrix.rows, matrix.cols))
-                values = unit.shard.master.values(at, numel).mul(1 - lr * group["weight_decay"])
-                unit.shard.master.write(at, values.add_(direction[at : at + numel], alpha=-step))
+            for each in self._matrices(unit):
+                step = muon_learning_rate(lr, group["adjust_lr_fn"], (each.matrix.rows, each.matrix.cols))
+                for span in each.spans:
+                    start, numel = span.intersect(unit.shard.window)  # may be empty
+                    at = start - unit.shard.window.start
+                    values = unit.shard.master.values(at, numel).mul(1 - lr * group["weight_decay"])
+                    unit.shard.master.write(at, values.add_(direction[at : at + numel], alpha=-step))
 
     def _orthogonalize(self, work: Sequence[Update]) -> None:
         """Compute the directions of some units, with their matrices divided among the ranks."""
         first = work[0].unit
         shards = [self._look_ahead(each) for each in work]
-        matrices = [matrix for number, each in enumerate(work) for matrix in self._matrices(each.unit, number)]
+        matrices = [(number, each) for number, update in enumerate(work) for each in self._matrices(update.unit)]
 
         def orthogonal(whole: Matrices) -> Matrices:
-            groups = {index: work[matrices[index].unit].group for index in whole}
+            groups = {index: work[matrices[index][0]].group for index in whole}
             found = orthogonalized(whole, groups, self._one_by_one)
             for index, group in groups.items():
                 if group.get("beta2") is not None:
-                    found[index] = self._normalized(matrices[index], found[index], group["beta2"], work[0].factor)
-            for matrix in (matrix for index, matrix in enumerate(matrices) if index not in whole):
-                self._rows.pop(matrix.name, None)
+                    matrix = matrices[index][1].matrix
+                    found[index] = self._normalized(matrix, found[index], group["beta2"], work[0].factor)
+            for index, (_, each) in enumerate(matrices):
+                if index not in whole:
+                    self._rows.pop(each.matrix.name, None)
             return found
 
-        replace_matrices(shards, matrices, first.mesh.shard, first.buffer.full.device, orthogonal)
+        replace_matrices(shards, matrices, first.mesh, first.buffer.full.device, orthogonal)
         for each, shard in zip(work, shards, strict=True):
             self._directions[each.unit.index] = shard
 
@@ -131,28 +147,25 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         """See `ShardOptimizer.rows`."""
         if not uses_muon(group) or group.get("beta2") is None:
             return
-        self._loaded = self._loaded or load
-        mine = unit.mesh.replica.rank == 0 and (unit.mesh.shard.rank == 0 or not self._loaded)
-        for spec, param in zip(unit.plan.params, unit.params, strict=True):
-            for matrix in matrices_of(spec.name, param.shape, self._split):
-                if load:
-                    self._rows[matrix.name] = torch.zeros(matrix.rows, device=unit.buffer.full.device)
-                if load or (mine and matrix.name in self._rows):
-                    first, of = matrix.start // matrix.cols, spec.numel // matrix.cols
-                    if spec.cut is not None:
-                        first, of = _in_full_stack(spec.cut, first), math.prod(spec.cut.shape) // matrix.cols
-                    yield Rows(spec.name, first, of, self._rows[matrix.name])
+        self._loaded, mesh = self._loaded or load, unit.mesh
+        mine = mesh.counts and mesh.replica.rank == 0 and (mesh.shard.rank == 0 or not self._loaded)
+        for each in (each for each in self._matrices(unit) if each.spans):
+            matrix, first = each.matrix, mesh.beside.rank == next(iter(each.boxes))
+            if load:
+                self._rows[matrix.name] = torch.zeros(matrix.rows, device=unit.buffer.full.device)
+            if load or (mine and matrix.name in self._rows and (first or not self._loaded)):
+                yield Rows(each.param, matrix.start // matrix.cols, each.rows, self._rows[matrix.name])
 
     def nbytes(self, unit: Unit, group: Group) -> int:
         """See `ShardOptimizer.nbytes`."""
-        means = (self._rows.get(matrix.name) for matrix in self._matrices(unit, 0)) if uses_muon(group) else ()
+        means = (self._rows.get(each.matrix.name) for each in self._matrices(unit)) if uses_muon(group) else ()
         return super().nbytes(unit, group) + sum(each.nbytes for each in means if each is not None)
 
     def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
         """See `ShardOptimizer.restart`."""
         super().restart(unit, group, part)
-        for matrix in self._matrices(unit, 0) if uses_muon(group) else ():
-            self._rows.pop(matrix.name, None)
+        for each in self._matrices(unit) if uses_muon(group) else ():
+            self._rows.pop(each.matrix.name, None)
 
     def _look_ahead(self, update: Update) -> torch.Tensor:
         """Update the momentum of a unit's shard, and return the values to orthogonalise, bf16 [n]."""
@@ -173,11 +186,17 @@ class MatrixShardOptimizer(FusedShardOptimizer):
                         moment.write(mean, True, bits & 0xFFFF)
         return ahead
 
-    def _matrices(self, unit: Unit, number: int) -> Iterator[Matrix]:
-        """The matrices of a unit, as those of unit `number`."""
-        for spec, param in zip(unit.plan.params, unit.params, strict=True):
-            start = unit.plan.layout.spans[spec.name].start
-            yield from matrices_of(spec.name, param.shape, self._split, number, start)
+    def _matrices(self, unit: Unit) -> list[SharedMatrix]:
+        """The matrices of a unit's parameters; of one that is cut also those of which only others have parts."""
+        if unit.index not in self._known:
+            found = self._known[unit.index] = []
+            for spec, param in zip(unit.plan.params, unit.params, strict=True):
+                cut, rank = spec.cut or Cut(tuple(param.shape), (whole(param.shape),)), unit.mesh.beside.rank
+                there = spec.cut is not None and unit.mesh.axes.parts
+                boxes = self._boxes[spec.name] if there else {rank: cut.boxes}
+                start = unit.plan.layout.spans[spec.name].start
+                found += shared_matrices(spec.name, cut.shape, self._split, boxes, rank, start)
+        return self._known[unit.index]
 
 
 @contextlib.contextmanager
@@ -187,19 +206,6 @@ def undone_where_nan(factor: float | torch.Tensor, tensors: Iterable[torch.Tenso
     yield
     for each, old in before:
         each.copy_(torch.where(factor.isnan(), old, each))
-
-
-def has_whole_matrices(param: torch.Tensor) -> bool:
-    """Whether it is no part of a larger parameter, or some whole matrices of a stack of them."""
-    cut = cut_of(param)
-    return cut is None or (param.ndim == 3 and all(box.sizes[1:] == cut.shape[1:] for box in cut.boxes))
-
-
-def _in_full_stack(cut: Cut, row: int) -> int:
-    """The row in the full stack of matrices of a row of the local one."""
-    matrix, at = divmod(row, cut.shape[1])
-    here = [box.offset[0] + index for box in cut.boxes for index in range(box.sizes[0])]
-    return here[matrix] * cut.shape[1] + at
 
 
 def uses_muon(group: Group) -> bool:
@@ -227,47 +233,3 @@ def orthogonalized(whole: Matrices, groups: dict[int, Group], one_by_one: bool) 
         results = newton_schulz(torch.stack([whole[index] for index in batch]), *numbers, dtype)
         found |= dict(zip(batch, results, strict=True))
     return found
-
-
-def replace_matrices(
-    shards: Sequence[torch.Tensor],
-    matrices: Sequence[Matrix],
-    axis: Axis,
-    device: torch.device,
-    work: Callable[[Matrices], Matrices],
-) -> None:
-    """Replace each matrix by its result, in this rank's `shards` of the units, [n] each, of one dtype; collective.
-
-    `work` gets the matrices assigned to this rank, on the `device`. One message goes to each rank and one back,
-    whatever the number of matrices. A rank sends nothing of a matrix that it works on itself.
-    """
-    rank_of = assign(matrices, axis.size)
-    numels = [shard.numel() for shard in shards]
-    every = pieces(matrices, numels, axis.size)
-    leaving = sorted((one for one in every if one.rank == axis.rank), key=lambda one: rank_of[one.index])
-    coming = sorted((one for one in every if rank_of[one.index] == axis.rank), key=lambda one: one.rank)
-    sends, receives = [0] * axis.size, [0] * axis.size
-    here, there = [], []
-    for one in leaving:
-        unit = matrices[one.index].unit
-        sends[rank_of[one.index]] += one.span.numel
-        here.append(shards[unit].narrow(0, one.span.start - axis.rank * numels[unit], one.span.numel))
-    none = shards[0].new_empty(0)
-    whole = {
-        index: torch.empty(matrix.rows, matrix.cols, dtype=none.dtype, device=device)
-        for index, matrix in enumerate(matrices)
-        if rank_of[index] == axis.rank
-    }
-    for one in coming:
-        receives[one.rank] += one.span.numel
-        there.append(whole[one.index].view(-1).narrow(0, one.span.start - matrices[one.index].start, one.span.numel))
-    _fill(there, exchange(torch.cat([none, *here]).to(device), sends, receives, axis, "matrices to their ranks"))
-    for index, result in work(whole).items():
-        whole[index].copy_(result)
-    back = torch.cat([none.to(device), *there])
-    _fill(here, exchange(back, receives, sends, axis, "matrices from their ranks"))
-
-
-def _fill(parts: Sequence[torch.Tensor], values: torch.Tensor) -> None:
-    for part, value in zip(parts, values.split([part.numel() for part in parts]), strict=True):
-        part.copy_(value)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from zero.config.optimizers import MuonParams
+from zero.core.owner import cut_of
 from zero.log import counted
 from zero.optim.shard_optimizer import Group
 from zero.plan.matrices import matrices_of
@@ -44,10 +45,11 @@ def muon_groups(
         parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for param in group["params"]:
             chosen = getattr(param, "use_muon", group.get("use_muon"))
+            shape = param.shape if (cut := cut_of(param)) is None else cut.shape
             if chosen is None:
-                chosen = param.ndim in (2, 3) and param not in others
+                chosen = len(shape) in (2, 3) and param not in others
             if chosen:
-                matrices_of(names.get(param, "?"), param.shape, params.split)  # raises if it is no matrix
+                matrices_of(names.get(param, "?"), shape, params.split)  # raises if it is no matrix
             parts[bool(chosen)].append(param)
         for rule, kept in parts.items():
             if kept or is_part:

@@ -31,6 +31,11 @@ class Box(NamedTuple):
         """The strides of its elements."""
         return tuple(math.prod(self.sizes[dim + 1 :]) for dim in range(len(self.sizes)))
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where it is in a tensor, as an index."""
+        return tuple(map(slice, self.offset, self._stops()))
+
     def index(self, at: Sequence[int]) -> int:
         """The index of its element at these coordinates of the tensor."""
         places = zip(at, self.offset, self.strides, strict=True)

@@ -106,10 +106,9 @@ def runs(unit: UnitPlan, window: Span, moments: str) -> tuple[Run, ...]:
     parts: list[Run] = []
     for spec, start, stop in zip(unit.params, starts, [*starts[1:], unit.layout.numel], strict=True):
         part = Span(start, stop - start).intersect(window)
-        whole = spec.numel if spec.cut is None else spec.cut.full_numel
         # Blocks from another cut would have other elements, and other scales.
         fits = moments != "8bit" or spec.cut is None or spec.cut.in_blocks(BLOCK) is not None
-        format = moments if fits and is_compact(whole, spec.ndim) else "fp32"
+        format = moments if fits and is_compact(spec.full_numel, spec.ndim) else "fp32"
         if not part.numel:
             continue
         if parts and parts[-1].format == format:

@@ -1,12 +1,14 @@
-"""The matrices in a unit, and the rank that orthogonalises each of them."""
+"""The matrices in a unit, the ranks that have parts of them, and the rank that orthogonalises each."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from zero.plan.cut import Box, whole
 from zero.plan.layout import Span
 
 
@@ -73,6 +75,61 @@ def assign(matrices: Sequence[Matrix], ranks: int) -> list[int]:
     for index in sorted(range(len(matrices)), key=lambda index: (-matrices[index].flops, matrices[index])):
         found[index] = rank = loads.index(min(loads))
         loads[rank] += matrices[index].flops
+    return found
+
+
+class SharedMatrix(NamedTuple):
+    """A matrix of which ranks beside each other have parts, or one of them all.
+
+    matrix:  its place in the parameter `param`, which has so many `rows`; both as they are where nothing is cut;
+    shape:   with all dims of the parameter;
+    boxes:   of the matrix, by the places of the ranks that have any;
+    spans:   of the unit's flat buffer, in which this rank has its boxes.
+    """
+
+    param: str
+    rows: int
+    matrix: Matrix
+    shape: tuple[int, ...]
+    boxes: Mapping[int, Sequence[Box]]
+    spans: Sequence[Span]
+
+
+def shared_matrices(
+    name: str, shape: Sequence[int], split: Split, boxes: Mapping[int, Sequence[Box]], rank: int, start: int
+) -> list[SharedMatrix]:
+    """The matrices of a parameter of this full shape, of which ranks have `boxes`; `rank` has its from `start` on.
+
+    What is common to a box and a matrix is consecutive in the box: of a matrix all dims but the first are whole, and
+    of a stack its place is one.
+    """
+    found = []
+    for matrix in matrices_of(name, shape, split):
+        (around,) = whole(shape).pieces(matrix.start, matrix.span.numel)
+        parts: dict[int, list[Box]] = {}
+        spans = []
+        for place, those in boxes.items():
+            begin = start
+            for box in those:
+                if (common := box.intersect(around)) is not None:
+                    offset = tuple(map(operator.sub, common.offset, around.offset))
+                    parts.setdefault(place, []).append(Box(offset, common.sizes))
+                    spans += [Span(begin + box.index(common.offset), common.numel)] * (place == rank)
+                begin += box.numel
+        found.append(SharedMatrix(name, math.prod(shape) // matrix.cols, matrix, around.sizes, parts, spans))
+    return found
+
+
+def owners(matrices: Sequence[SharedMatrix], ranks: int) -> list[tuple[int, int]]:
+    """For each the rank that works on it: its place along shard, of so many ranks, and beside.
+
+    It is one of those that have a part. All that have parts of the same matrices find the same, if these come in order.
+    """
+    found = [(0, 0)] * len(matrices)
+    for places in dict.fromkeys(tuple(each.boxes) for each in matrices):
+        those = [index for index, each in enumerate(matrices) if tuple(each.boxes) == places]
+        for index, rank in zip(those, assign([matrices[i].matrix for i in those], ranks * len(places)), strict=True):
+            found[index] = rank // len(places), places[rank % len(places)]
     return found
 
 

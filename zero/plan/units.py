@@ -38,6 +38,11 @@ class ParamSpec(NamedTuple):
     axes: UnitAxes = DENSE
     cut: Cut | None = None
 
+    @property
+    def full_numel(self) -> int:
+        """Its elements, or those of the parameter that it is a part of."""
+        return self.numel if self.cut is None else self.cut.full_numel
+
 
 Parts = int | Sequence[int]  # ranks that state is cut over: for all units, or for each
 
@@ -181,7 +186,7 @@ def _anchors(root: ModuleNode, specs: dict[str, ParamSpec], patterns: Sequence[s
                 continue
             if any(below.path in blocked for below in child.walk()):
                 found += large(child)
-            elif sum(specs[name].numel for name in child.param_names() if name in specs) >= OWN_UNIT_NUMEL:
+            elif sum(specs[name].full_numel for name in child.param_names() if name in specs) >= OWN_UNIT_NUMEL:
                 found.append(child)
         return found
 

@@ -19,8 +19,9 @@ from zero.parallel.pipeline.split import Elsewhere
 from zero.parallel.tensor import moves
 from zero.parallel.tensor.first_step import FirstStep, broadcast_batch, compare_batch
 from zero.parallel.tensor.forward import CutForward, Regions, Replaced, Scope, Section, Trunk, has_dropout
-from zero.parallel.tensor.layers import set_widths
+from zero.parallel.tensor.layers import Layer, set_widths
 from zero.parallel.tensor.plan import Place, TensorPlan, is_inside, merged, tensor_plan
+from zero.parallel.tensor.tree import NoDraws, TreeForward, check_blocks
 from zero.plan.grid import UnitAxes
 
 _RECORD = "_zero_cut_model"  # of a model that is cut
@@ -33,18 +34,20 @@ class CutModel:
         """Collective over the axis: all ranks take the values of its first one."""
         self.plan, self.axis = plan, meshes.along("tp")
         self._model, self._broadcasts = model, section.broadcast_batch
-        self._compared = False
+        self._compared = self.axis.size == 1
+        self._blocks = section.blocks if section.reduce == "tree" else 0
         self._forwards: list[Replaced] = []
         self._changed: list[tuple[nn.Module, str, Any]] = []
         self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []
         self.sections: list[Section] = []
         try:
-            self._cut(meshes)
+            if self.axis.size > 1:
+                self._cut(meshes)
             self._replace()
         except BaseException:
             self._undo()
             raise
-        self._first: FirstStep | None = FirstStep(model, plan, self.axis)
+        self._first = FirstStep(model, plan, self.axis) if self.axis.size > 1 else None
         model.__dict__[_RECORD] = self
 
     def attach(self, meshes: Meshes) -> None:
@@ -105,7 +108,7 @@ class CutModel:
     def _replace(self) -> None:
         plan, named = self.plan, dict(self._model.named_modules())
         here = {name: each for name, each in named.items() if not isinstance(each, Elsewhere)}
-        regions = Regions(self.axis, local_device())
+        regions = (NoDraws if self._blocks else Regions)(self.axis, local_device())
         trunk, sections = None, {}
         if names := [name for name in plan.trunk if name in here]:
             trunk = Trunk(here[names[0]], here[names[-1]], self.axis)
@@ -124,11 +127,11 @@ class CutModel:
                 self._forwards.append(scopes[block.scope])
             for layer in block.layers:
                 if layer.name in here and not layer.param:
-                    self._forwards.append(CutForward(layer, self.axis, scopes[block.scope], around))
+                    self._forwards.append(self._forward(layer, scopes[block.scope], around))
                     set_widths(layer, self._changed)
         for layer in plan.alone:
             if layer.name in here and not layer.param and (layer.style.takes or layer.style.gives):
-                self._forwards.append(CutForward(layer, self.axis, None, None))
+                self._forwards.append(self._forward(layer, None, None))
                 if layer.divided:
                     set_widths(layer, self._changed)
         for module, name, block in plan.counted:
@@ -141,6 +144,11 @@ class CutModel:
             self._changed.append((module, name, value))
             repeats = name == "num_key_value_groups"  # each rank has one head of keys, and these of queries
             setattr(module, name, share.count if repeats else value * share.count // share.groups)
+
+    def _forward(self, layer: Layer, scope: Scope | None, section: Section | None) -> CutForward:
+        if self._blocks:
+            return TreeForward(layer, self.axis, scope, self._blocks)
+        return CutForward(layer, self.axis, scope, section)
 
     @torch.no_grad()
     def restore(self, alone: bool = False) -> None:
@@ -166,11 +174,12 @@ class CutModel:
 
 
 def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutModel | None:
-    """How the model is to be cut; None for one rank, and where it is by hand; the record where by another engine.
+    """How the model is to be cut; None where it is not, or by hand; the record where by another engine.
 
-    Raises ValueError for what cannot be cut.
+    One rank has the blocks of a tree, too. Raises ValueError for what cannot be cut.
     """
-    if len(ranks := settings.grid.ranks("tp", rank)) == 1:
+    ranks = settings.grid.ranks("tp", rank)
+    if len(ranks) == 1 and settings.tensor_parallel.reduce != "tree":
         return None
     if (before := model.__dict__.get(_RECORD)) is not None:
         if (before.plan.rank, before.plan.ranks) != (ranks.index(rank), len(ranks)):
@@ -181,7 +190,10 @@ def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutMo
         return before
     if any(cut_of(param) is not None for param in model.parameters()):
         return None
-    return tensor_plan(model, settings.tensor_parallel, ranks.index(rank), len(ranks))
+    plan = tensor_plan(model, settings.tensor_parallel, ranks.index(rank), len(ranks))
+    if settings.tensor_parallel.reduce == "tree":
+        check_blocks(model, plan, settings.tensor_parallel)
+    return plan
 
 
 def cut_model(model: nn.Module, plan: TensorPlan | CutModel, meshes: Meshes, section: TensorParallel) -> CutModel:

@@ -16,10 +16,12 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer as DeepSpeedOpti
 from deepspeed.runtime.base_optimizer import kind
 from deepspeed.runtime.zero.partition_parameters import ParameterOffload
 from deepspeed.utils.logging import log_dist
+from torch import distributed as dist
 from torch import nn
 
 import zero
 from zero.compat.names import instead
+from zero.compat.tensor_parallel import sharing_batches
 from zero.config.read import read
 from zero.engine import pipeline_engine
 from zero.log import log_once
@@ -101,6 +103,7 @@ def _fitting(values: dict[str, Any], model: Any) -> dict[str, Any]:
             if value and not (isinstance(value, Mapping) and value.get("device") in (None, "none")):
                 log_once(logging.WARNING, f"{name}.{key} is left out: {_WHY[key]}")
                 values[name] = here = {other: value for other, value in here.items() if other != key}
+    values = sharing_batches(values, dist.get_world_size())
     if isinstance(model, nn.Module) and not any(param.requires_grad for param in model.parameters()):
         values = {key: value for key, value in values.items() if key not in ("optimizer", "scheduler")}
     return values

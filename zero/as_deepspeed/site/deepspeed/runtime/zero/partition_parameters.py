@@ -14,9 +14,11 @@ import torch
 from deepspeed._names import finder
 from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import _engines, init_distributed
+from torch import distributed as dist
 from torch import nn
 
 import zero
+from zero.compat.tensor_parallel import sharing_batches
 from zero.config.read import read
 from zero.core.access import LostWrite
 from zero.core.init.deferred_param import DeferredParam
@@ -58,6 +60,8 @@ class Init(zero.Init):
             _initialize_whole()
             models = sys.modules.get("transformers.modeling_utils")
             self._init_weights = models and models.PreTrainedModel.init_weights
+            for name in {"config", "config_dict_or_path"} & {key for key, value in given.items() if value is not None}:
+                given[name] = sharing_batches(read(given[name]).values, dist.get_world_size())
             source = given.get("config", given.get("config_dict_or_path"))
             if source is not None and given.get("dtype") is None and os.environ.get("ZERO_INIT_AS_BUILT") != "1":
                 given["dtype"] = _dtype(read(source).values)
