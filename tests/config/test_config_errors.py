@@ -42,6 +42,23 @@ KEYS = """\
     zero_optimization: unknown key 'xyzzy'; `zero schema` lists the known keys
 {"fp16": {"enabled": true}, "bf16": {"enabled": true}}
     fp16.enabled and bf16.enabled: both are true; set one of them to false
+{"tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": ["*a"]}, {"pattern": "a"}, 3, {"shape": \
+[["b"], -1]}]}}}
+    tensor_parallel.partition_config.layer_specs[0].patterns: got ["*a"], wanted regular expressions, of which '*a' \
+is none: nothing to repeat at position 0
+    tensor_parallel.partition_config.layer_specs[1]: unknown key 'pattern'; did you mean 'patterns'?
+    tensor_parallel.partition_config.layer_specs[2]: got 3, wanted an object {...}
+    tensor_parallel.partition_config.layer_specs[3].shape: got [["b"], -1], wanted a list such as [3, -1] or \
+[[64, 16, 16], -1]
+{"tensor_parallel": {"partition_config": {"layer_specs": [{"shape": [2, -1], "partition_type": "row"}, \
+{"shape": [2, -1], "partition_dim": 1}]}}}
+    tensor_parallel.partition_config.layer_specs[0].shape: got [2, -1], wanted two entries as in [-1, 3] or \
+[-1, [64, 16, 16]] for a row
+    tensor_parallel.partition_config.layer_specs[1].partition_dim: got 1, wanted 0, the dim of a column
+{"tensor_parallel": {"partition_config": {"layer_specs": {"patterns": "a"}}}}
+    tensor_parallel.partition_config.layer_specs: got {"patterns": "a"}, wanted a list of objects
+4 {"tensor_parallel": {"autotp_size": 2}, "data_parallel_size": 4}
+    data_parallel_size: got 4, and the other sizes make it 2
 {"zero_optimization": {"cpu_offload": false, "offload_optimizer": {"device": "none"}}}
     zero_optimization.cpu_offload and zero_optimization.offload_optimizer: an old and a new name of one key; keep the \
 new

@@ -48,7 +48,7 @@ def load(
     config = read(source)
     walk = Walk()
     file = walk.section(config.values, File)
-    errors = [*config.errors, *walk.errors, *_optimizer(file)]
+    errors = [*config.errors, *walk.errors, *_optimizer(file), *rules.fused(file)]
     staged = not any(line.startswith("zero_optimization.stage") for line in errors)
     sharded = [*rules.sharding(file, world_size)] if staged else []
     grid, wrong = grid_of(file, world_size, told)

@@ -103,7 +103,8 @@ class File(Section):
     use_data_before_expert_parallelism: Annotated[Bool, Unavailable(_ONLY_DATA)] = False
     sequence_parallel_size: Positive = 1
     """Ranks that a sequence is cut over; as many consecutive ranks have the same samples. See zero.context."""
-    data_parallel_size: Annotated[Positive | None, NOTHING_TO_SET] = None
+    data_parallel_size: Positive | None = None
+    """Ranks with samples of their own; it follows from the other sizes, with which it must agree."""
 
     activation_checkpointing: ActivationCheckpointing = absent(ActivationCheckpointing)
     """Recomputing activations in the backward pass."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from zero.config.file import File
 from zero.config.unavailable import enabled, lookup
-from zero.plan.grid import AXES, Grid, GridError
+from zero.plan.grid import AXES, DATA, Grid, GridError
 
 KEYS = {
     "tensor_parallel.autotp_size": "tp",
@@ -60,7 +60,10 @@ def grid_of(file: File, world: int, told: Told) -> tuple[Grid, list[str]]:
         sizes.setdefault("dp_replicate", max(1, world // math.prod(sizes.get(axis, 1) for axis in AXES)))
     if not errors:
         try:
-            return Grid(world, sizes, ep), []
+            grid = Grid(world, sizes, ep)
+            if file.data_parallel_size in (None, ranks := grid.size(*DATA)):
+                return grid, []
+            errors.append(f"data_parallel_size: got {file.data_parallel_size}, and the other sizes make it {ranks}")
         except GridError as error:
             errors.append(f"{', '.join([*names.values(), *([told.source] if told.sizes else [])])}: {error}")
     return Grid(world), errors

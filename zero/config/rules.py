@@ -135,6 +135,18 @@ def forms(file: File, grid: Grid, refused: Collection[str]) -> Iterator[str]:
         yield f"{_HPZ}: got more than 1 with pp x tp {size}; keep one of the two"
 
 
+def fused(file: File) -> Iterator[str]:
+    """Rules about weights in which several are fused: one dim says how many, or their sizes; the other is -1."""
+    for at, spec in enumerate(file.tensor_parallel.partition_config.layer_specs):
+        kind, shape, dim = spec.partition_type, spec.shape, int(spec.partition_type != "column")
+        where = f"tensor_parallel.partition_config.layer_specs[{at}]"
+        if shape is not None and spec.partition_dim not in (None, dim):
+            yield f"{where}.partition_dim: got {spec.partition_dim}, wanted {dim}, the dim of a {kind}"
+        elif shape is not None and (len(shape) != 2 or shape[1 - dim] != -1 or shape[dim] in (0, [])):
+            wanted = "[-1, 3] or [-1, [64, 16, 16]]" if dim else "[3, -1] or [[64, 16, 16], -1]"
+            yield f"{where}.shape: got {shape}, wanted two entries as in {wanted} for a {kind}"
+
+
 def pipelines(file: File, grid: Grid, steps: int | None) -> Iterator[str]:
     """Rules about layers that are divided among ranks; `steps`: micro-batches of a step, where that is known."""
     section = file.pipeline

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from zero.config.unavailable import NOTHING_TO_SET, Idle, Unavailable
-from zero.config.values import Bool, Count, Positive, Section, absent, choice, refuse
+from zero.config.values import Bool, Count, Fused, Positive, Section, Texts, absent, choice, refuse
 
 _OURS = Unavailable("layers are found by the model's tp_plan, or by partition_config; leave it out")
 
@@ -29,15 +29,15 @@ def _power_of_two(value: int) -> int:
 class LayerSpec(Section):
     """How layers are cut whose weights have names that match."""
 
-    patterns: Annotated[list[str], AfterValidator(_compiles)] = Field(default_factory=list)
+    patterns: Annotated[Texts, AfterValidator(_compiles)] = Field(default_factory=list)
     """Regular expressions, of which one matches the beginning of the name of the weight."""
     partition_type: choice("column", "row", "skip") = "column"
     """Cut along the outputs (`column`) or the inputs (`row`), or left whole (`skip`)."""
-    shape: list[int | list[int]] | None = None
+    shape: Fused | None = None
     """Of a weight in which several are fused, as [3, -1] for three equal ones, or [[64, 16, 16], -1]."""
     partition_dim: Count | None = None
     """The dim of `shape` that says these; by default 0 of columns and 1 of rows."""
-    model_types: list[str] | None = None
+    model_types: Texts | None = None
     """Only for models whose config has one of these types."""
     gather_output: Bool = False
     """Every rank gets all outputs, as of a head."""
@@ -55,7 +55,7 @@ class PartitionConfig(Section):
     strict_mode: Bool = False
     """An error where no rule matches a linear layer."""
     embedding_partition_dim: Annotated[Count, NOTHING_TO_SET] = 1
-    lm_head_patterns: Annotated[list[str], NOTHING_TO_SET] = Field(default_factory=list)
+    lm_head_patterns: Annotated[Texts, NOTHING_TO_SET] = Field(default_factory=list)
     tp_size: Annotated[Count, NOTHING_TO_SET] = 1
 
 

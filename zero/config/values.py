@@ -148,6 +148,7 @@ Int = integer()
 Count = integer(0)
 Positive = integer(1)
 Parts = _kind(dict[str, Positive | list[Positive]], "numbers of parts, or lists of their rows, as {'*.qkv.weight': 3}")
+Fused = _kind(list[_Whole | list[Annotated[_Whole, Field(ge=1)]]], "a list such as [3, -1] or [[64, 16, 16], -1]")
 PositiveOrAuto = Annotated[
     _kind(Positive | Literal["auto"], "an integer of at least 1"), Field(json_schema_extra={"examples": [2, "auto"]})
 ]

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -68,6 +68,11 @@ class Walk:
                 inner = section_of(field.annotation) if field is not None else None
                 if inner is None:
                     kept[name] = self._free(value, here, name in _PASSED_ON)
+                elif get_origin(field.annotation) is list and isinstance(value, list):
+                    each = [self.section(one, inner, (*here, at)) for at, one in enumerate(value)]
+                    kept[name] = [one for one in each if one is not None]
+                elif get_origin(field.annotation) is list:
+                    self.errors.append(f"{dotted(here)}: got {show(value)}, wanted a list of objects")
                 elif (checked := self.section(value, inner, here)) is not None:
                     kept[name] = checked
         return self._checked(kept, model, path, written)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import Meshes
 from zero.core.mixed_precision import UNKNOWN, MixedPrecisionPolicy
 from zero.core.offload import is_enabled
-from zero.core.owner import axes_of, cut_of, keep_cuts
+from zero.core.owner import axes_of, complete_cut, cut_of, keep_cuts
 from zero.core.refusals import in_channels_last, refusals
 from zero.core.sharded_module import ShardedModule, reclaim, wrap
 from zero.core.streaming import refuse_streaming
@@ -287,27 +288,30 @@ def _agree(
 
 
 def _check_cuts(model: nn.Module, used: Iterable[UnitAxes], meshes: Meshes, world: World) -> None:
-    """Raise ValueError on all ranks where parts of a parameter do not make it up; collective.
+    """Raise ValueError on all ranks where parts of a parameter do not make it up; else complete its cut; collective.
 
     used: all axes that units of any rank have.
     """
     cuts: dict[UnitAxes, dict[str, Cut]] = {}
-    for name, param in model.named_parameters():
+    params = dict(model.named_parameters())
+    for name, param in params.items():
         if (cut := cut_of(param)) is not None:
             cuts.setdefault(axes_of(param), {})[name] = cut
-    problems = []
+    problems: list[str] = []
+    parts: dict[str, list[list[Box]]] = {name: [] for named in cuts.values() for name in named}
     for axes in used:
         named = cuts.get(axes, {})
-        boxes: dict[str, list[Box]] = {name: [] for name in named}
         for each in agree({name: cut.boxes for name, cut in named.items()}, meshes.of(axes).beside):
-            for name, found in each.items():
-                boxes.setdefault(name, []).extend(Box(*map(tuple, box)) for box in found)
+            for name in named.keys() & each.keys():
+                parts[name].append([Box(*map(tuple, box)) for box in each[name]])
         problems += [
             f"initialize(): the ranks' parts of parameter '{name}' {cut.shape} do not make it up: {problem}"
             for name, cut in named.items()
-            if (problem := cover_error(cut.shape, boxes[name]))
+            if (problem := cover_error(cut.shape, [*itertools.chain(*parts[name])]))
         ]
     agree(ValueError(problems[0]) if problems else None, world)
+    for name, those in parts.items():
+        complete_cut(params[name], those)
 
 
 def _wrap(
