@@ -10,6 +10,7 @@ from torch import nn
 
 from zero.parallel.tensor.layers import Layer, set_shares
 from zero.parallel.tensor.plan import _blocks
+from zero.parallel.tensor.styles import Styles, _complete_tied
 
 
 class Experts(nn.Module):
@@ -73,3 +74,28 @@ def test_heads_are_counted_by_their_width_where_the_configuration_differs_by_lay
     block = [linear("attn.q_proj", "colwise"), linear("attn.o_proj", "rowwise")]
     set_shares(block, [Attention()], Mixed(), 1, 2)
     assert [(layer.share.start, layer.share.count, layer.share.groups) for layer in block] == [(1, 1, 2)] * 2
+
+
+def test_rows_without_columns_before_them_are_refused_beside_others() -> None:
+    whole = [linear("0.attn.q", "colwise"), linear("0.attn.o", "rowwise")]
+    with pytest.raises(ValueError, match=r"'\d\.attn\.o' is cut along its inputs, and no layer before it"):
+        _blocks([*whole, linear("1.attn.o", "rowwise"), linear("2.attn.o", "rowwise")])
+
+
+class Twice(nn.Module):
+    """A block that is used under two names, its parameters in modules of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.ModuleDict({"norm": nn.LayerNorm(4), "up": nn.Linear(4, 8, False)}) for _ in "ab")
+        self.first["experts"], self.second["experts"] = Experts(True), Experts(True)
+        self.second["norm"].weight, self.second["up"].weight = self.first["norm"].weight, self.first["up"].weight
+        self.second["experts"].gate_up_proj = self.first["experts"].gate_up_proj
+
+
+def test_layers_that_share_a_parameter_are_cut_alike() -> None:
+    said = {"norm": "replicated_with_grad_allreduce", "up": "colwise"}
+    said |= {"experts": "moe_tp_experts", "experts.gate_up_proj": "packed_colwise"}
+    found = Styles({f"first.{name}": style for name, style in said.items()}, {}, {}, "a plan")
+    _complete_tied(Twice(), found)
+    assert {name: found.by_name.get(f"second.{name}") for name in said} == said

@@ -200,17 +200,18 @@ def _blocks(layers: list[Layer]) -> list[Block]:
         scope, rows = parent, open_.pop(parent)
         while scope:
             scope = scope.rpartition(".")[0]
-            columns = [name for name in open_ if name.startswith(f"{scope}.") or not scope]
+            inside = [name for name in open_ if name.startswith(f"{scope}.") or not scope]
+            columns = [name for name in inside if {layer.style.dim for layer in open_[name]} != {"in"}]
             if columns:
                 done.append(Block(scope, [*(layer for name in columns for layer in open_.pop(name)), *rows]))
                 break
         else:
             raise ValueError(f"'{rows[0].name}' is cut along its inputs, and no layer before it along its outputs")
     for parent, found in open_.items():
-        inside = [block for block in done if block.scope.startswith(f"{parent}.")]
-        if len(inside) != 1:
+        within = [block for block in done if block.scope.startswith(f"{parent}.")]
+        if len(within) != 1:
             raise ValueError(f"'{found[0].name}' is cut along its outputs, and no layer behind it along its inputs")
-        inside[0].scope, inside[0].layers = parent, [*found, *inside[0].layers]
+        within[0].scope, within[0].layers = parent, [*found, *within[0].layers]
     return done
 
 

@@ -190,25 +190,37 @@ def _specified(model: nn.Module, given: Any) -> Styles:
 
 
 def _complete_tied(model: nn.Module, found: Styles) -> None:
-    """Modules that share a parameter are cut together: a head and its embedding along the vocabulary.
+    """Modules that share a parameter are cut together: a head and its embedding along the vocabulary, others alike.
 
     Raises ValueError where they cannot be.
     """
-    owners: dict[int, list[str]] = {}
-    named = dict(model.named_modules())
+    owners: dict[int, list[tuple[str, str]]] = {}
+    named, styles = dict(model.named_modules()), found.by_name
     for name, module in named.items():
         for key, param in module._parameters.items():
-            if param is not None and key == "weight":
-                owners.setdefault(id(param), []).append(name)
-    for names in owners.values():
-        said = {name: found.by_name.get(name, "") for name in names}
-        if len(names) < 2 or not any(STYLES[style].dim for style in said.values() if style):
+            if param is not None:
+                owners.setdefault(id(param), []).append((name, key))
+    for places in (each for each in owners.values() if len(each) > 1):
+        if any(f"{name}.{key}" in styles for name, key in places):  # of experts, say, which have a style, too
+            first = next((name, key) for name, key in places if f"{name}.{key}" in styles)
+            for name, key in places:
+                styles.setdefault(f"{name}.{key}", styles[".".join(first)])
+                styles |= {name: styles[first[0]]} if first[0] in styles else {}
+            continue
+        said = {name: styles.get(name, "") for name, key in places if key == "weight"}
+        if not any(STYLES[style].dim for style in said.values() if style):
             continue
         for name, style in said.items():
-            wanted = "embedding_rowwise" if isinstance(named[name], nn.Embedding) else style or "colwise_gather_output"
+            other = next(
+                (style for each, style in said.items() if type(named[each]) is type(named[name]) and style), ""
+            )
+            wanted = style or other or "colwise_gather_output"
+            wanted = "embedding_rowwise" if isinstance(named[name], nn.Embedding) else wanted
             if style not in ("", wanted):
-                raise ValueError(f"'{name}' shares its weight with {names}, and {found.source} cuts these differently")
-            found.by_name[name] = wanted
+                raise ValueError(
+                    f"'{name}' shares its weight with {list(said)}, and {found.source} cuts these differently"
+                )
+            styles[name] = wanted
 
 
 def linears_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
