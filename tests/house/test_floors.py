@@ -32,7 +32,7 @@ FLOORS = {
         2: "kernels watchdog compat.bitsandbytes compat.timers",
         3: "memory",
         4: "core",
-        5: "parallel examples optim data checkpoint recompute monitor compat.mpu compat.getters",
+        5: "parallel examples optim data checkpoint recompute monitor compat.mpu compat.getters compat.tensor_parallel",
         6: "sizes tiled compat.deepspeed_files compat.import_deepspeed compat.pipe compat.topology compat.ulysses",
         7: "engine utils checkpointing",
         8: "tools",

@@ -109,7 +109,7 @@ def outcome(family: str, name: str) -> str:
 
 
 def _rounded(model: Any, inputs: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
-    """How far plain torch's gradients in fp32 are from those in fp64, by name; nothing where it does not run in that."""
+    """How far plain torch's gradients in fp32 are from those in fp64, by name; nothing where that does not run."""
     exact = copy.deepcopy(model).double()
     try:
         loss_of(exact, inputs).backward()

@@ -48,9 +48,9 @@ WIDE = {"rows": (24, 512), "columns": (16, 1024), "all": (8, 600), "bias": (24,)
 ENDS = {
     1: {4: (4,)},
     2: {4: (1, 4), 24: (16, 24)},
-    4: {4: (1, 2, 3, 4), 24: (10, 16, 17, 24), 1024: (256, 512, 768, 1024)},
+    4: {4: (1, 2, 3, 4), 24: (10, 16, 17, 24), 1024: (256, 512, 768, 1024), 1280: (256, 512, 700, 1280)},
 }
-WAYS = {1: (1, 1), "2 x 2": (4, 2), 4: (4, 4)}  # ranks, and how many of them have parts of one matrix
+WAYS = {1: (1, 1), 2: (2, 2), "2 x 2": (4, 2), 4: (4, 4)}  # ranks, and how many of them have parts of one matrix
 DIMS = {"rows": 0, "bias": 0, "experts": 0, "columns": 1, "filter": 1, "stack": 2}  # along which each is cut
 
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_goes_on_at_any_other_cutting(pool, tmp_path, stage):
     """The one at "again" holds what was loaded, as no step has shared it out among the ranks yet."""
     json = of_type("Muon", stage, **NORMUON)
     (wanted,) = pool.run(1, trained, 1, json, range(5))
-    for way, (world, _) in WAYS.items():
+    for way, world in ((1, 1), ("2 x 2", 4), (4, 4)):
         pool.run(world, trained, way, json, range(3), "", str(tmp_path / str(way)))
         pool.run(world, trained, way, json, range(0), str(tmp_path / str(way)), str(tmp_path / f"{way} again"))
         assert [verify(folder) for folder in tmp_path.glob(f"{way}*/global_step*")] == [[], []]
@@ -215,6 +215,17 @@ def test_moments_in_eight_bits_round_at_other_places_only(pool, stage):
                 assert (ranks[name] - wanted[name]).norm() < 0.1 * moves, name
 
 
+@pytest.mark.parametrize("load", [1, *longer(4)])
+def test_where_a_rank_cuts_through_blocks_all_have_one_format(pool, tmp_path, load):
+    """Two of the four parts of a matrix are whole blocks; its moments were in two formats, and no checkpoint was whole."""
+    json = {"stage": 3, **EIGHT, "shapes": WIDE | {"columns": (16, 1280)}}
+    saved, *_ = pool.run(4, trained, 4, json, range(2), "", str(tmp_path))
+    for found in pool.run(WAYS[load][0], trained, load, json, range(0), str(tmp_path)):
+        assert [name for name in differing([found], saved) if "columns" not in name] == []
+        assert torch.equal(found["columns"], saved["columns"])
+        assert torch.allclose(found["exp_avg of columns"], saved["exp_avg of columns"], rtol=0.2, atol=1e-3)
+
+
 # --- decisions -------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +243,16 @@ def test_the_same_parameters_are_muons():
     zero.set_cut(row, Cut((12, 10), (Box((11, 0), (1, 10)),)))
     model.all = row
     assert chosen(model) == chosen(Layers(SHAPES))
+
+
+@pytest.mark.ranks(2)
+def test_a_description_says_of_what_it_is_a_part():
+    engine = engine_of(2, of_type("Muon", 1))
+    text, part = str(engine.describe()), engine.module.cuts["columns"]
+    shapes = {each.name: (each.shape, each.cut) for unit in engine.describe().units for each in unit.parameters}
+    engine.destroy()
+    assert shapes["columns"] == ((16, part.boxes[0].sizes[1]), part) and shapes["all"] == ((12, 10), None)
+    assert f"16x{part.boxes[0].sizes[1]} of 16x48" in text and "12x10 of" not in text
 
 
 def test_units_are_those_of_full_parameters():

@@ -65,6 +65,32 @@ def test_the_facade_gives_the_same_groups(monkeypatch, world, tp, pp):
         assert time.perf_counter() - start < 1.0
 
 
+@pytest.mark.parametrize(("world", "tp", "cp", "pp"), [(16, 2, 2, 2), (96, 4, 2, 3), (192, 4, 2, 8), (192, 8, 3, 4)])
+def test_the_facade_gives_those_of_megatron_with_contexts(monkeypatch, world, tp, cp, pp):
+    """Its loops, of `initialize_model_parallel`: contexts lie between tensor and data parallelism."""
+    stages = [range(start, start + world // pp) for start in range(0, world, world // pp)]
+    replicas = [range(start, start + tp * cp) for start in range(0, world, tp * cp)]
+    wanted = {
+        "tensor_model": [range(at, at + tp) for at in range(0, world, tp)],
+        "context": [replica[place::tp] for replica in replicas for place in range(tp)],
+        "pipeline_model": [range(at, world, world // pp) for at in range(world // pp)],
+        "data": [stage[place :: tp * cp] for stage in stages for place in range(tp * cp)],
+    }
+    whole = [stage[place::tp] for stage in stages for place in range(tp)]
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    alive: list[UserList[int]] = []  # as torch keeps its groups
+    monkeypatch.setattr(dist, "new_group", lambda ranks: alive.append(UserList(ranks)) or alive[-1])
+    for rank in range(0, world, 5):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        groups = zero.groups({"tp": tp, "cp": cp, "pp": pp})
+        for kind, lists in wanted.items():
+            (own,) = [list(ranks) for ranks in lists if rank in ranks]
+            assert getattr(groups, f"get_{kind}_parallel_group")() == own
+            assert getattr(groups, f"get_{kind}_parallel_rank")() == own.index(rank)
+        (own,) = [list(ranks) for ranks in whole if rank in ranks]
+        assert groups.get_data_parallel_group(with_context_parallel=True) == own
+
+
 def test_experts_are_a_second_reading_of_the_same_ranks():
     """As torchtitan's sparse mesh: efsdp x ep in place of dp_shard x cp x tp, ep innermost."""
     chance = random.Random(1)

@@ -20,6 +20,7 @@ from zero.engine.reality import planned
 from zero.memory.available import cores
 from zero.monitor.step_report import finite
 from zero.parallel.pipeline.build import Pipelined
+from zero.plan.cut import Cut
 from zero.plan.formats import ITEMSIZE
 from zero.plan.layout import Span
 from zero.plan.placement import Placement, Where, is_updated
@@ -30,6 +31,7 @@ _PLACES = {Where.DEVICE: "device", Where.HOST: "host", Where.FILE: "file"}
 class Parameter(NamedTuple):
     """owners: by rank, which elements of the flattened parameter it has; the ranks are those along one shard axis.
 
+    cut: which part of a larger parameter it is, None where it is none; the shape is that of the part.
     quantized: "nf4", "fp4" or "int8" for a weight of bitsandbytes, whose shape is that of its packed values.
     """
 
@@ -37,6 +39,7 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...]
     owners: Mapping[int, Span]
     quantized: str | None = None
+    cut: Cut | None = None
 
 
 class DescribedUnit(NamedTuple):
@@ -100,7 +103,7 @@ def _unit(unit: Unit, place: Placement) -> DescribedUnit:
     for spec, param in zip(plan.params, unit.params, strict=True):
         pieces = ((rank, plan.layout.fragment(spec.name, window)) for rank, window in windows)
         owners = {rank: Span(piece.start, piece.numel) for rank, piece in pieces if piece.numel}
-        parameters.append(Parameter(spec.name, tuple(param.shape), owners, format_of(param)))
+        parameters.append(Parameter(spec.name, tuple(param.shape), owners, format_of(param), spec.cut))
     params, optimizer = _PLACES[place.params], _PLACES[place.optimizer] if is_updated(plan) else "none"
     numel = sum(spec.numel for spec in plan.params)
     return DescribedUnit(
@@ -113,9 +116,10 @@ def _lines(unit: DescribedUnit) -> Iterator[str]:
     whole = "cut" if unit.cut else "whole"
     yield f"{unit.name}: {unit.numel:,} x {unit.dtype}, {whole}, {unit.state}, parameters: {unit.params}; {trained}"
     width = max(len(parameter.name) for parameter in unit.parameters)
-    for name, shape, owners, quantized in unit.parameters:
+    for name, shape, owners, quantized, cut in unit.parameters:
         spans = ", ".join(f"rank {rank} [{span.start:,}:{span.stop:,}]" for rank, span in owners.items())
         form = f"{'x'.join(map(str, shape)) or 'scalar'}{f' {quantized}' if quantized else ''}"
+        form += f" of {'x'.join(map(str, cut.shape))}" if cut is not None else ""
         yield f"    {name:<{width}}  {form:<12}  {spans}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import Meshes
 from zero.core.mixed_precision import UNKNOWN, MixedPrecisionPolicy
 from zero.core.offload import is_enabled
-from zero.core.owner import axes_of, cut_of, keep_cuts
+from zero.core.owner import axes_of, complete_cut, cut_of, keep_cuts
 from zero.core.refusals import in_channels_last, refusals
 from zero.core.sharded_module import ShardedModule, reclaim, wrap
 from zero.core.streaming import refuse_streaming
@@ -131,9 +132,8 @@ def initialize(
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
     settings = _load(source, data, stand_ins, assigned, model)
-    device = local_device()
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
-    loader = _make_loader(settings, device, data, isinstance(model, PipelineModule), training_data, collate_fn)
+    loader = _make_loader(settings, data, isinstance(model, PipelineModule), training_data, collate_fn)
     if assigned is not None and assigned.plain:
         engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
@@ -143,7 +143,7 @@ def initialize(
         with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
             zero_optimizer = _make_optimizer(groups, client, settings, stages)
             scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
-            engine = _make_engine(model, zero_optimizer, settings, device, data, training_data, stages, plan)
+            engine = _make_engine(model, zero_optimizer, settings, data, training_data, stages, plan)
     engine.lr_scheduler, engine.training_dataloader = scheduler, engine._follow(loader)
     if assigned is not None:
         assigned.watch(engine)
@@ -185,7 +185,6 @@ def _load(source: Any, data: DataRanks, stand_ins: list[str], assigned: Any, mod
 
 def _make_loader(
     settings: Config,
-    device: torch.device,
     data: DataRanks,
     layered: bool,
     training_data: Dataset | Sequence[Any] | None,
@@ -195,20 +194,19 @@ def _make_loader(
         return None
     # In the order of the dataset for a PipelineModule, as DeepSpeed takes it.
     how = {"route": "eval" if layered else "train", "collate_fn": collate_fn}
-    return make_loader(settings, device, data.place(settings.grid), training_data, **how)
+    return make_loader(settings, local_device(), data.place(settings.grid), training_data, **how)
 
 
 def _make_engine(
     model: nn.Module,
     zero_optimizer: ZeroOptimizer | None,
     settings: Config,
-    device: torch.device,
     data: DataRanks,
     training_data: Dataset | Sequence[Any] | None,
     stages: Pipelined | None,
     plan: TensorPlan | CutModel | None,
 ) -> Engine:
-    stage, managed = settings.zero_optimization.stage, settings.managed_gradient_accumulation
+    stage, managed, device = settings.zero_optimization.stage, settings.managed_gradient_accumulation, local_device()
     sharding = Sharding.of_stage(stage, settings.reduces_each, managed)
     shard_optimizer = zero_optimizer.shard_optimizer if zero_optimizer else None
     groups = zero_optimizer.param_groups if zero_optimizer else []
@@ -290,27 +288,30 @@ def _agree(
 
 
 def _check_cuts(model: nn.Module, used: Iterable[UnitAxes], meshes: Meshes, world: World) -> None:
-    """Raise ValueError on all ranks where parts of a parameter do not make it up; collective.
+    """Raise ValueError on all ranks where parts of a parameter do not make it up; else complete its cut; collective.
 
     used: all axes that units of any rank have.
     """
     cuts: dict[UnitAxes, dict[str, Cut]] = {}
-    for name, param in model.named_parameters():
+    params = dict(model.named_parameters())
+    for name, param in params.items():
         if (cut := cut_of(param)) is not None:
             cuts.setdefault(axes_of(param), {})[name] = cut
-    problems = []
+    problems: list[str] = []
+    parts: dict[str, list[list[Box]]] = {name: [] for named in cuts.values() for name in named}
     for axes in used:
         named = cuts.get(axes, {})
-        boxes: dict[str, list[Box]] = {name: [] for name in named}
         for each in agree({name: cut.boxes for name, cut in named.items()}, meshes.of(axes).beside):
-            for name, found in each.items():
-                boxes.setdefault(name, []).extend(Box(*map(tuple, box)) for box in found)
+            for name in named.keys() & each.keys():
+                parts[name].append([Box(*map(tuple, box)) for box in each[name]])
         problems += [
             f"initialize(): the ranks' parts of parameter '{name}' {cut.shape} do not make it up: {problem}"
             for name, cut in named.items()
-            if (problem := cover_error(cut.shape, boxes[name]))
+            if (problem := cover_error(cut.shape, [*itertools.chain(*parts[name])]))
         ]
     agree(ValueError(problems[0]) if problems else None, world)
+    for name, those in parts.items():
+        complete_cut(params[name], those)
 
 
 def _wrap(

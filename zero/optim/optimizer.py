@@ -85,10 +85,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         `counted`: it is still to be divided by what the micro-batches of a step count, over all ranks.
         """
-        self._sharded, self._counted = sharded, counted
+        self._sharded, self._counted, self._mean = sharded, counted, mean
         for unit in sharded.trained:
             unit.optimizer = weakref.ref(self)
-        self._mean = mean
         this = weakref.ref(self)
         sharded.reducer.loss_scale = lambda: getattr(this(), "loss_scale", 1.0)
         if self._updater is None:

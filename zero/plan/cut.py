@@ -93,11 +93,12 @@ class Cut:
     """The full `shape`, and the local boxes, whose elements follow each other in the local tensor.
 
     A cut along rows or columns is one box; one of stacked query, key and value is three. Raises ValueError for
-    boxes outside of the shape, or that overlap.
+    boxes outside of the shape, or that overlap. An engine says whether all ranks' parts consist of whole blocks.
     """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
+    all_in_blocks: bool = True
 
     def __post_init__(self) -> None:
         if problem := box_error(self.shape, self.boxes):
@@ -114,13 +115,15 @@ class Cut:
         return math.prod(self.shape)
 
     def in_blocks(self, block: int) -> Cut | None:
-        """The same cut of a tensor with one element per `block` neighbours; None if boxes cut through blocks.
+        """The same cut of a tensor with one element per `block` neighbours; None if boxes of any rank cut through them.
 
         Its shape depends on that of the full tensor only: the last dims that together divide by `block` are one.
         """
         inner = [math.prod(self.shape[dim:]) for dim in range(len(self.shape))]
         at = max((dim for dim, numel in enumerate(inner) if numel % block == 0), default=0)
         below, boxes = math.prod(self.shape[at + 1 :]), []
+        if not self.all_in_blocks:
+            return None
         for box in self.boxes:
             first, numel = box.offset[at] * below, box.sizes[at] * below
             ends = at == 0 and box.offset[0] + box.sizes[0] == self.shape[0]  # the last block may have fewer neighbours

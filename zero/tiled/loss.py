@@ -70,15 +70,11 @@ def tiled_cross_entropy(
     ignore_index:    tokens with this target count for nothing; if all do, the mean is NaN and gradients are zero;
     reduction:       "mean" over the other tokens, or "sum";
     label_smoothing: this share of the target is spread evenly over the vocabulary;
-    z_loss:          adds that times the squared logarithm of the softmax's denominator to each token's loss
-                     (PaLM, arXiv:2204.02311, section 5), which keeps logits from drifting.
+    z_loss:          adds that times the squared logarithm of the softmax's denominator (PaLM, arXiv:2204.02311, 5).
 
     In fp32 the loss has the bits of plain torch where a product adds up a slice in the order of the whole, as it does
     on most CPUs for most sizes from 16 tokens on. So has the gradient of `hidden` if that of the loss is a power of
-    two. Gradients of weight and bias are sums over slices, in fp32.
-
-    Where tensor parallelism has cut the head, `weight` and `bias` are this rank's rows and `targets` of the whole
-    vocabulary; the ranks that have the others call it, too, with the same hidden states.
+    two. Gradients of weight and bias are sums over slices, in fp32. Ranks that have rows of the head each all call it.
 
     Between forward and backward the gradient of the weight is kept in fp32; the weight itself is read in the forward
     only. There is no second derivative: a backward with `create_graph=True` raises RuntimeError. Raises ValueError for

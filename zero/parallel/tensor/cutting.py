@@ -35,7 +35,7 @@ class CutModel:
         self.plan, self.axis = plan, meshes.along("tp")
         self._model, self._broadcasts = model, section.broadcast_batch
         self._compared = self.axis.size == 1
-        self._blocks = section.blocks if section.reduce == "tree" else 0
+        self.blocks = section.blocks if section.reduce == "tree" else 0
         self._forwards: list[Replaced] = []
         self._changed: list[tuple[nn.Module, str, Any]] = []
         self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []
@@ -108,7 +108,7 @@ class CutModel:
     def _replace(self) -> None:
         plan, named = self.plan, dict(self._model.named_modules())
         here = {name: each for name, each in named.items() if not isinstance(each, Elsewhere)}
-        regions = (NoDraws if self._blocks else Regions)(self.axis, local_device())
+        regions = (NoDraws if self.blocks else Regions)(self.axis, local_device())
         trunk, sections = None, {}
         if names := [name for name in plan.trunk if name in here]:
             trunk = Trunk(here[names[0]], here[names[-1]], self.axis)
@@ -146,8 +146,8 @@ class CutModel:
             setattr(module, name, share.count if repeats else value * share.count // share.groups)
 
     def _forward(self, layer: Layer, scope: Scope | None, section: Section | None) -> CutForward:
-        if self._blocks:
-            return TreeForward(layer, self.axis, scope, self._blocks)
+        if self.blocks:
+            return TreeForward(layer, self.axis, scope, self.blocks)
         return CutForward(layer, self.axis, scope, section)
 
     @torch.no_grad()
@@ -182,10 +182,11 @@ def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutMo
     if len(ranks) == 1 and settings.tensor_parallel.reduce != "tree":
         return None
     if (before := model.__dict__.get(_RECORD)) is not None:
-        if (before.plan.rank, before.plan.ranks) != (ranks.index(rank), len(ranks)):
+        blocks = settings.tensor_parallel.blocks * (settings.tensor_parallel.reduce == "tree")
+        if (before.plan.rank, before.plan.ranks, before.blocks) != (ranks.index(rank), len(ranks), blocks):
             raise ValueError(
-                f"initialize(): an engine that was dropped has cut this model over {before.plan.ranks} ranks, and the "
-                f"JSON says {len(ranks)}; call destroy() of an engine before another one is made"
+                f"initialize(): an engine that was dropped has cut this model over {before.plan.ranks} ranks, and this "
+                "JSON says otherwise; call destroy() of an engine before another one is made"
             )
         return before
     if any(cut_of(param) is not None for param in model.parameters()):
