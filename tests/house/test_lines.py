@@ -15,23 +15,23 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 51000,
+    "tests": 51300,
     "zero/*.py": 1134,
     "zero/as_deepspeed": 1485,
     "zero/checkpoint": 3183,
     "zero/compat": 1762,
     "zero/config": 2432,
-    "zero/core": 7600,
+    "zero/core": 7603,
     "zero/data": 1075,
-    "zero/engine": 7853,
+    "zero/engine": 7861,
     "zero/examples": 99,
     "zero/kernels": 2017,
     "zero/launch": 4280,
     "zero/memory": 1525,
     "zero/monitor": 1188,
-    "zero/optim": 2759,
+    "zero/optim": 2788,
     "zero/parallel": 3235,
-    "zero/plan": 1944,
+    "zero/plan": 2013,
     "zero/recompute": 1254,
     "zero/sizes": 1751,
     "zero/tiled": 599,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1549,
 }
-SUM = 109921
+SUM = 110330
 
 
 def parts() -> dict[str, int]:
