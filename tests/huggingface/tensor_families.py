@@ -54,7 +54,8 @@ SIZES = (  # what fields of a configuration are set to, the first whose pattern 
     (r"(hidden_size|hidden_dim|d_model|embed_dim|n_embd|embedding_dim|.*_hidden_size|.*_hidden_dim)", 64),
     (r"(output_dim|projection_dim|adapter_.*_dim|.*_embed_dim|.*(in|out)put_dims?|output_proj_dims|.*_proj_dims)", 64),
 )
-MISSING = {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}  # what has no default in some
+# What has no default in some.
+MISSING = {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
 
 
@@ -70,8 +71,13 @@ OWN: dict[str, dict[str, Any]] = {  # by types of configurations, what else they
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "dots3_note_text": {
-        **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16},
-        **{"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 16},
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 16,
     },
     "ernie4_5_vl_moe_text": _rotary(3, 3, 2),
     "gemma3n_text": {"num_kv_shared_layers": 2},
@@ -93,8 +99,11 @@ OWN: dict[str, dict[str, Any]] = {  # by types of configurations, what else they
     "qwen2_5_vl_text": _rotary(2, 3, 3),
     "qwen2_vl_text": _rotary(2, 3, 3),
     "qwen4_exp_text": {
-        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16},
-        **{"indexer_budget": 4, "indexer_compress_ratio": 2},
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
     },
     "step3p7_text": {"sliding_window": 4},
 }

@@ -228,7 +228,7 @@ def set_shares(block: Sequence[Layer], scopes: Sequence[nn.Module], config: Any,
 
 
 def _of(config: Any, name: str) -> Any:
-    """What a configuration says; None where it says nothing, or (transformers: a RuntimeError) not the same of all layers."""
+    """What a configuration says; None where it says nothing, or not the same of all layers (a RuntimeError there)."""
     with contextlib.suppress(RuntimeError):
         return getattr(config, name, None)
     return None
