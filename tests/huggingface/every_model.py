@@ -156,7 +156,7 @@ def _inputs(model: Any) -> Iterator[dict[str, Any]]:
     config, takes = model.config, inspect.signature(model.forward).parameters
     chance = torch.Generator().manual_seed(1)
     words = {
-        name: torch.randint(3, VOCABULARY // 2, (2, LENGTH), generator=chance)
+        name: torch.randint(3, VOCABULARY - 32, (2, LENGTH), generator=chance)
         for name in ("input_ids", "decoder_input_ids")
         if name in takes
     }

@@ -1,208 +1,362 @@
 """Tiny models of every family of Transformers that has a tensor-parallel plan, cut over two ranks beside plain torch.
 
-    python tests/huggingface/tensor_families.py [FAMILY ...]
+    python tests/huggingface/tensor_families.py [--write] [FAMILY ...]
 
-with `tests` on PYTHONPATH says what each family gives: "equal", "refused: why", or "plain: why" where plain
-Transformers cannot build or run it here. Anything else is a fault.
+with `tests` on PYTHONPATH says what each family gives: "equal", "refused", with zero's reason, or "plain", where plain
+Transformers does not build or run it here; anything else is a fault. `--write` puts it in tensor_families.json.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import socket
+import dataclasses
+import json
+import math
+import re
 import sys
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from every_model import PlainCannot, _inputs, _said, _seed, config_of, families, loss_of
+from every_model import VOCABULARY, PlainCannot, _inputs, _said, _seed, config_of, families
 
-KINDS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "LMHeadModel", "Model")
-CLOSE = 1e-6
-LARGEST = 60_000_000  # parameters
-SECONDS = 90  # of one family
+TABLE = Path(__file__).with_name("tensor_families.json")
+KINDS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "LMHeadModel", "")
+CLOSE = 1e-6  # of the loss, and of the largest gradient
+NEAR = 1e-3  # the same where numbers of 64 bits are as close as that
+LARGEST = 10_000_000  # parameters
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 0,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     "tensor_parallel": {"autotp_size": 2},
+}
+SIZES = (  # what fields of a configuration are set to, the first whose pattern is all of the name
+    (r"(vocab_size|vocab_size_per_layer_input|.*_vocab_size)", VOCABULARY),
+    (r"(moe|shared|expert|share).*(intermediate_size|hidden_size|dim)|moe_intermediate_size", 32),
+    (r"(.*intermediate_size.*|(.*_)?ffn_(hidden_size|dim)|mlp_dim)", 96),
+    (r"(num_hidden_layers|num_layers|.*encoder_layers|depth|n_layers|conf_num_hidden_layers|num_blocks)", 4),
+    (r"(.*num_key_value_heads|kv_n_heads|.*_num_key_heads)", 2),
+    (r"(.*num_attention_heads|num_heads|n_heads|.*_n_heads|.*num_value_heads|.*attention_heads|linear_num_heads)", 4),
+    (r"qk_rope_head_dim|qk_nope_head_dim|rotary_dim", 8),
+    (r"(.*head_dim|d_head)", 16),
+    (r".*(lora_rank|lowrank|_rank)", 16),
+    (r"(n_group|n_groups|topk_group|moe_topk|num_nextn_predict_layers|.*mtp_layers)", 1),
+    (r"(num_experts_per_tok|moe_k|moe_top_k|top_k_experts|index_topk_blocks)", 2),
+    (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|zero_expert_num)", 4),
+    (r"(first_k_dense_replace|n_shared_experts|num_dense_layers|.*num_shared_experts)", 1),
+    (r"(sliding_window|sliding_window_size|attention_chunk_size|index_topk|mamba_chunk_size|index_block_size)", 4),
+    (r"(max_position_embeddings|max_seq_len|max_source_positions)", 64),
+    (r"(image_size|crop_size|max_image_size|min_image_size)", 28),
+    (r"(hidden_size|hidden_dim|d_model|embed_dim|n_embd|embedding_dim|.*_hidden_size|.*_hidden_dim)", 64),
+    (r"(output_dim|projection_dim|adapter_.*_dim|.*_embed_dim|.*(in|out)put_dims?|output_proj_dims|.*_proj_dims)", 64),
+)
+# What has no default in some.
+MISSING = {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+_MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
+
+
+def _rotary(*sections: int) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
+
+
+OWN: dict[str, dict[str, Any]] = {  # by types of configurations, what else they need
+    "bailing_hybrid": {"layer_group_size": 2},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cosmos3_edge_text": _rotary(2, 3, 3),
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 16,
+    },
+    "ernie4_5_vl_moe_text": _rotary(3, 3, 2),
+    "gemma3n_text": {"num_kv_shared_layers": 2},
+    "glm4v_text": _rotary(2, 3, 3),
+    "glm4v_moe_text": _rotary(2, 1, 1),
+    "glm_image_text": _rotary(2, 3, 3),
+    "glm_ocr_text": _rotary(2, 3, 3),
+    "glm5_next_text": {"index_kpool": 2},
+    "granite4_vision": {"deepstack_layer_map": [[0, 1]]},
+    "granitemoehybrid": _MIXED,
+    "hunyuan_vl_text": _rotary(2, 2, 2, 2),
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": _MIXED,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"moe_topk": 2},
+    "nemotron": {"num_key_value_heads": 2},
+    "paddleocr_vl_text": _rotary(2, 3, 3),
+    "qwen2_5_omni_text": _rotary(2, 3, 3),
+    "qwen2_5_vl_text": _rotary(2, 3, 3),
+    "qwen2_vl_text": _rotary(2, 3, 3),
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "step3p7_text": {"sliding_window": 4},
 }
 
 
-def planned() -> dict[str, str]:
-    """The class to be tried of each family with a plan."""
+def planned() -> dict[str, list[str]]:
+    """The classes of each family that has a plan, the one to be tried first in front."""
     import transformers
+    from transformers import CONFIG_MAPPING
 
-    found = {}
+    found: dict[str, list[str]] = {}
     for family, names in sorted(families().items()):
-        names = sorted(names, key=lambda name: next((at for at, kind in enumerate(KINDS) if name.endswith(kind)), 9))
-        for name in names:
-            kind = getattr(transformers, name, None)
-            if kind is None or not any(name.endswith(each) for each in KINDS):
-                continue
+        kinds = []
+        for name in sorted(names, key=lambda name: next(at for at, end in enumerate(KINDS) if name.endswith(end))):
             try:
-                config = getattr(kind, "config_class", None)
+                if hasattr(kind := getattr(transformers, name, None), "config_class"):
+                    kinds.append(kind)
             except ImportError:
                 continue  # of a library that is not here
-            plans = [getattr(config, "base_model_tp_plan", None), getattr(kind, "_tp_plan", None)]
-            below = getattr(config, "sub_configs", None) or {}
-            plans += [getattr(each, "base_model_tp_plan", None) for each in below.values()]
-            if any(plans):
-                found[family] = name
-                break
+        if any(getattr(kind, "_tp_plan", None) for kind in kinds) or (kinds and _plans(kinds[0].config_class)):
+            found[family] = [kind.__name__ for kind in kinds]
+    for family, names in found.items():  # those of its text model alone come last
+        with contextlib.suppress(Exception):
+            text = CONFIG_MAPPING[family]().get_text_config().model_type
+            names += [name for name in found.get(text, ()) if name not in names]
     return found
 
 
-def outcome(family: str, name: str) -> str:
-    """What this family gives; on both ranks."""
+def _plans(config: Any) -> bool:
+    """Whether this class of configurations has a plan, or one of those below it."""
+    below = (getattr(config, "sub_configs", None) or {}).values()
+    return bool(getattr(config, "base_model_tp_plan", None)) or any(_plans(each) for each in below)
+
+
+def tiny(kind: Any) -> Any:
+    """A configuration of this class: the defaults, with sizes that go together."""
+    from transformers import PreTrainedConfig
+
+    said: dict[str, Any] = {}
+    plain = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    below = getattr(kind, "sub_configs", None) or {}
+    example = kind() if below else None
+    for name in below:
+        if isinstance(sub := getattr(example, name, None), PreTrainedConfig):
+            said[name] = tiny(type(sub)).to_dict()
+    for field in dataclasses.fields(kind):
+        value = field.default
+        if field.name in {*said, *plain}:
+            continue
+        if field.name in MISSING and value is None:
+            said[field.name] = MISSING[field.name]
+        elif type(value) is int:
+            said[field.name] = _size(field.name, value)
+        elif re.search("drop|jitter", field.name) and type(value) is float:
+            said[field.name] = 0.0
+        elif field.name.endswith("_token_id") and isinstance(value, (tuple, list)):
+            said[field.name] = VOCABULARY - 1
+    if "kv_lora_rank" in said:
+        said["num_key_value_heads"] = said["num_attention_heads"]
+        said |= {"head_dim": said["qk_rope_head_dim"]} if "head_dim" in said else {}
+    return kind(**said | OWN.get(kind.model_type, {}))
+
+
+def _size(name: str, value: int) -> int:
+    if name.endswith(("_id", "_token_index", "_token_ids")) or "_token_" in name:
+        return value if value < VOCABULARY else VOCABULARY - 1 - sum(map(ord, name)) % 32
+    return next((size for pattern, size in SIZES if value > 0 and re.fullmatch(pattern, name)), value)
+
+
+def _configs(family: str, kind: Any) -> Iterator[Any]:
+    from transformers import CONFIG_MAPPING
+
+    theirs = CONFIG_MAPPING[family]
+    yield lambda: tiny(theirs if issubclass(theirs, kind.config_class) else kind.config_class)
+    for divisor in (32, 16, 8):
+        yield lambda divisor=divisor: config_of(family, divisor)
+
+
+def built(family: str, kind: Any) -> tuple[Any, dict[str, Any]]:
+    """A small model of a class, without dropout, and what its forward takes; raises PlainCannot."""
+    why = ""
+    for made in _configs(family, kind):
+        try:
+            config = made()
+            with torch.device("meta"):
+                count = sum(param.numel() for param in kind._from_config(copy.deepcopy(config)).parameters())
+            if not 0 < count <= LARGEST:
+                why = why or f"{count} parameters"
+                continue
+            _seed(0)
+            model = kind._from_config(config).train()
+        except Exception as error:
+            why = why or _said(error)
+            continue
+        _no_dropout(model)
+        for inputs in _inputs(model):
+            try:
+                loss = _loss(model, inputs)
+                if loss.requires_grad and torch.equal(loss, _loss(model, inputs)):
+                    loss.backward()
+                    model.zero_grad()
+                    return model, inputs
+                why = f"a loss of {loss.item()}, or another each time"
+            except Exception as error:
+                why = why or _said(error)
+    raise PlainCannot(why)
+
+
+def _loss(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """Its loss, or a weighted sum of what it gives otherwise: of what a norm gives the squares are the same."""
+    _seed(2)
+    given = model(**copy.deepcopy(inputs))
+    if (loss := given.get("loss")) is not None and loss.numel() == 1 and loss.requires_grad:
+        return loss.reshape(())
+    chance = torch.Generator().manual_seed(3)
+    tensors = [each for each in given.values() if isinstance(each, torch.Tensor) and each.requires_grad]
+    return torch.stack([(each * torch.randn(each.shape, generator=chance)).mean() for each in tensors]).sum()
+
+
+def _no_dropout(model: Any) -> None:
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "drop" in name or "jitter" in name or (name == "p" and isinstance(module, torch.nn.Dropout)):
+                vars(module)[name] = 0.0 if isinstance(value, float) else value
+
+
+def outcome(family: str, names: list[str]) -> tuple[str, str, str]:
+    """Class, what it gives and why; on both ranks."""
     import transformers
 
+    torch.set_grad_enabled(True)
+    said = []
+    for name in names:
+        try:
+            model, inputs = built(family, kind := getattr(transformers, name))
+        except PlainCannot as error:
+            said.append(str(error))
+            continue
+        try:
+            return (name, *_cut(model, inputs))
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            at = " < ".join(f"{Path(each.filename).name}:{each.lineno}" for each in reversed(frames[-5:]))
+            return kind.__name__, "fault", f"{_said(error)} [{at}]"
+    return names[0], "plain", said[0]
+
+
+def _cut(model: Any, inputs: dict[str, Any]) -> tuple[str, str]:
     import zero
     from zero.utils import safe_get_full_grad
 
-    kind = getattr(transformers, name)
-    try:
-        model, inputs, loss = _plain(family, kind)
-        loss.backward()
-        wanted = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-        model.zero_grad()
-        loss = loss.detach()  # no graph that knows whole parameters
-        rounded = _rounded(model, inputs, wanted)
-    except PlainCannot as error:
-        return f"plain: {error}"
+    exact = copy.deepcopy(model)
+    wanted_loss, wanted = _gradients(model, inputs)
+    model.zero_grad()
     try:
         engine, *_ = zero.initialize(model=model, config=CONFIG)
     except ValueError as error:
-        return f"refused: {str(error)[:200]}"
+        return "refused", str(error)
     try:
-        engine.eval()
-        try:
-            found = loss_of(engine, inputs)
-        except RuntimeError as error:
-            if not str(error).startswith("tensor_parallel: "):
-                raise
-            return f"refused: {str(error)[:200]}"
-        engine.backward(found)
-        apart = {}
-        if abs(found.item() - loss.item()) > CLOSE * max(1.0, abs(loss.item())):
-            apart["loss"] = found.item() - loss.item()
-        largest = max((float(grad.abs().max()) for grad in wanted.values() if grad is not None), default=0.0)
-        for n, p in engine.module.named_parameters():
-            grad, want = safe_get_full_grad(p), wanted[n]
-            if p.requires_grad:
-                want = torch.zeros_like(grad) if want is None else want
-                if (error := float((grad - want).abs().max())) > CLOSE * max(
-                    1.0, largest, 2 * rounded.get(n, 0) / CLOSE
-                ):
-                    apart[n] = error
-        try:
-            engine.step()
-        except RuntimeError as error:
-            return f"refused: {str(error)[:200]}"
-        return f"apart: {len(apart)}, {list(apart.items())[:3]}" if apart else "equal"
+        loss = _loss(engine, inputs)
+        engine.backward(loss)
+        found = {name: safe_get_full_grad(param) for name, param in model.named_parameters() if name in wanted}
+        engine.step()
+        apart = _apart(loss.item(), found, wanted_loss, wanted)
+        apart["the norm"] = abs(float(engine.get_global_grad_norm()) / _norm(wanted) - 1)
+        worst, error = _worst(apart)
+        if CLOSE < error < NEAR:
+            worst, error = _worst(_apart_in_64_bits(exact, inputs, engine._sharded.meshes))
+        return ("equal", "") if error <= CLOSE else ("fault", f"{worst} {error} apart")
+    except RuntimeError as error:
+        if not str(error).startswith("tensor_parallel: "):
+            raise
+        return "refused", str(error)
     finally:
         engine.destroy()
 
 
-def _rounded(model: Any, inputs: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
-    """How far plain torch's gradients in fp32 are from those in fp64, by name; nothing where that does not run."""
-    exact = copy.deepcopy(model).double()
-    try:
-        loss_of(exact, inputs).backward()
-    except Exception:
-        return {}
-    found = {n: p.grad for n, p in exact.named_parameters()}
-    return {n: float((found[n] - each).abs().max()) for n, each in wanted.items() if each is not None}
+def _gradients(model: Any, inputs: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradients, which are kept by the model, too."""
+    (loss := _loss(model, inputs)).backward()
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    zeros = {name: torch.zeros_like(param) for name, param in named.items() if param.grad is None}
+    return loss.item(), zeros | {name: each.grad.clone() for name, each in named.items() if each.grad is not None}
 
 
-def _plain(family: str, kind: Any) -> tuple[Any, dict[str, Any], torch.Tensor]:
-    """A small model of a family, without dropout, what its forward takes, and the loss; raises PlainCannot."""
-    why = "nothing was tried"
-    for divisor in (32, 16, 64, 8, 4):
+def _worst(apart: dict[str, float]) -> tuple[str, float]:
+    """What is most apart, on the rank where it is."""
+    import torch.distributed as dist
+
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, max(apart.items(), key=lambda each: (math.isnan(each[1]), each[1])))
+    return max(every, key=lambda each: each[1])
+
+
+def _norm(grads: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+
+
+def _apart(loss: float, found: Any, wanted_loss: float, wanted: Any) -> dict[str, float]:
+    """Errors of gradients, relative to the largest element; of tiny ones to that of all."""
+    least = 1e-3 * max(float(grad.abs().max()) for grad in wanted.values() if grad.numel())
+    apart = {
+        name: float((found[name] - grad).abs().max()) / max(float(grad.abs().max()), least)
+        for name, grad in wanted.items()
+        if grad.numel()
+    }
+    return apart | {"the loss": abs(loss - wanted_loss)}
+
+
+def _apart_in_64_bits(model: Any, inputs: dict[str, Any], meshes: Any) -> dict[str, float]:
+    """The same of layers that are cut without an engine, which has no such numbers."""
+    import torch.distributed as dist
+
+    from zero.config.tensor_parallel import TensorParallel
+    from zero.parallel.tensor.cutting import CutModel, joined
+    from zero.parallel.tensor.plan import tensor_plan
+
+    section = TensorParallel(autotp_size=2)
+    inputs = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch has no grouped product of such numbers
+    wanted = _gradients(model.double(), inputs)
+    model.zero_grad()
+    plan = tensor_plan(model, section, dist.get_rank(), 2)
+    cut = CutModel(model, plan, meshes, section)
+    loss, found = _gradients(model, inputs)
+    for name in found.keys() & plan.places.keys():
+        if (place := plan.places[name]).axes.sums:
+            dist.all_reduce(found[name])
+        if place.cut is not None:
+            found[name] = joined(found[name], place, cut.axis)
+    return _apart(loss, found, *wanted)
+
+
+def outcomes(tried: dict[str, list[str]]) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """Families, and what each gives."""
+    from ranks import Pool, RankError
+
+    pool = Pool(2)
+    for family, names in tried.items():
         try:
-            config = config_of(family, divisor)
-            with torch.device("meta"):
-                count = sum(param.numel() for param in kind._from_config(copy.deepcopy(config)).parameters())
-            if not 0 < count <= LARGEST:
-                why = f"{count} parameters"
-                continue
-            _seed(0)
-            model = kind._from_config(config).eval()
-            if hasattr(model, "set_experts_implementation"):
-                model.set_experts_implementation("eager")  # torch's grouped products want widths of 16 bytes
-        except Exception as error:
-            why = _said(error)
-            continue
-        for inputs in _inputs(model):
-            try:
-                loss = loss_of(model, inputs)
-                if torch.isfinite(loss) and loss.requires_grad:
-                    return model, inputs, loss
-                why = f"a loss of {loss.item()}"
-            except Exception as error:
-                why = _said(error)
-    raise PlainCannot(why)
-
-
-def _serve(rank: int, port: int, pipe: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"
-    )
-    os.environ["MASTER_PORT"] = str(port)
-    dist.init_process_group("gloo")
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    while (asked := pipe.recv()) is not None:
-        try:
-            pipe.send(outcome(*asked))
-        except BaseException as error:
-            import traceback
-
-            frames = traceback.extract_tb(error.__traceback__)
-            at = " < ".join(f"{os.path.basename(each.filename)}:{each.lineno}" for each in reversed(frames[-5:]))
-            pipe.send(f"{_said(error)} [{at}]")
-
-
-@contextlib.contextmanager
-def _pair() -> Iterator[list[Any]]:
-    context = mp.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ends = [context.Pipe() for _ in range(2)]
-    ranks = [context.Process(target=_serve, args=(rank, port, ends[rank][1]), daemon=True) for rank in range(2)]
-    for each in ranks:
-        each.start()
-    try:
-        yield [here for here, _ in ends]
-    finally:
-        for each in ranks:
-            each.kill()
-
-
-def outcomes(tried: dict[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Family, class and what it gives."""
-    left = list(tried.items())
-    while left:
-        with _pair() as pipes:
-            while left:
-                family, name = left.pop(0)
-                for pipe in pipes:
-                    pipe.send((family, name))
-                said = []
-                with contextlib.suppress(EOFError):
-                    said = [pipe.recv() for pipe in pipes if pipe.poll(SECONDS)]
-                if len(said) < 2:
-                    yield family, name, f"no answer: {said}"
-                    break
-                yield family, name, said[0] if said[0] == said[1] or "plain" in said[0] else f"ranks differ: {said}"
+            first, second = pool.run(2, outcome, family, names)
+            yield family, first if first == second else (first[0], "fault", f"ranks differ: {first}, {second}")
+        except RankError as error:
+            yield family, (names[0], "fault", str(error).strip().splitlines()[-1])
+    pool.close()
 
 
 if __name__ == "__main__":
-    every = planned()
-    for family, name, said in outcomes({key: every[key] for key in sys.argv[1:] or every}):
-        print(f"{family} {name}: {said}", flush=True)
+    every, asked = planned(), [word for word in sys.argv[1:] if word != "--write"]
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    for family, said in outcomes({family: every[family] for family in asked or every}):
+        print(family, *said, flush=True)
+        table[family] = said
+        if "--write" in sys.argv:
+            TABLE.write_text(json.dumps(table, indent=0) + "\n")

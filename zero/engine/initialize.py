@@ -302,8 +302,8 @@ def _check_cuts(model: nn.Module, used: Iterable[UnitAxes], meshes: Meshes, worl
     for axes in used:
         named = cuts.get(axes, {})
         for each in agree({name: cut.boxes for name, cut in named.items()}, meshes.of(axes).beside):
-            for name in named.keys() & each.keys():
-                parts[name].append([Box(*map(tuple, box)) for box in each[name]])
+            for name in named:
+                parts[name].append([Box(*map(tuple, box)) for box in each.get(name, ())])
         problems += [
             f"initialize(): the ranks' parts of parameter '{name}' {cut.shape} do not make it up: {problem}"
             for name, cut in named.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -57,12 +58,12 @@ class Layer:
         self.style = STYLES[self.styled]
         self.slots = list(_slots(self))
         if self.style.dim in ("out", "in", "rows") and not self.packs:
-            shape = self.main.param.shape
-            self.packs = (shape[self.main.dim] // self.style.packs,) * self.style.packs
-            if shape[self.main.dim] % self.style.packs:
-                raise ValueError(
-                    f"'{self.name}': its {shape[self.main.dim]} features are not {self.style.packs} equal tensors"
-                )
+            numel, packs = self.main.param.shape[self.main.dim], self.style.packs
+            if self.param == "gate_up_proj" and packs == 1 and getattr(self.module, "is_concatenated", False):
+                packs = 2  # so experts of transformers say it themselves; plans of some forget it
+            self.packs = (numel // packs,) * packs
+            if numel % packs:
+                raise ValueError(f"'{self.name}': its {numel} features are not {packs} equal tensors")
 
     @property
     def main(self) -> Slot:
@@ -146,6 +147,9 @@ def _slots(layer: Layer) -> Iterator[Slot]:
         yield Slot(base, "bias", 0 if dim == "out" else None)
     if base is not module:
         yield from _adapters(layer, dim)
+    elif dim == "rows":  # an embedding with a norm of its own, which sees the tokens of each rank
+        inside = (each for each in module.modules() if each is not module)
+        yield from (Slot(each, name, sums=True) for each in inside for name in each._parameters)
 
 
 def _dims(layer: Layer, base: nn.Module) -> dict[str, int]:
@@ -223,6 +227,13 @@ def set_shares(block: Sequence[Layer], scopes: Sequence[nn.Module], config: Any,
             )
 
 
+def _of(config: Any, name: str) -> Any:
+    """What a configuration says; None where it says nothing, or not the same of all layers (a RuntimeError there)."""
+    with contextlib.suppress(RuntimeError):
+        return getattr(config, name, None)
+    return None
+
+
 def _heads(block: Sequence[Layer], scopes: Sequence[nn.Module], config: Any) -> dict[str, int] | None:
     """How many heads each layer of an attention has; None where the block is none."""
 
@@ -233,8 +244,8 @@ def _heads(block: Sequence[Layer], scopes: Sequence[nn.Module], config: Any) -> 
     width, count, latent = said(_WIDTH), said(_COUNT), said((_LATENT,))
     if not (width or count or latent or any("Attention" in type(each).__name__ for each in scopes)):
         return None
-    count = count or getattr(config, "num_attention_heads", None)
-    keys = said(_KEYS) or getattr(config, "num_key_value_heads", None)
+    count = count or _of(config, "num_attention_heads")
+    keys = said(_KEYS) or _of(config, "num_key_value_heads")
     keys = keys if isinstance(keys, int) else None
     widths = [each for each in (width, said(("v_head_dim",))) if each]
     counts = {}

@@ -208,8 +208,11 @@ def _blocks(layers: list[Layer]) -> list[Block]:
                 break
         else:
             raise ValueError(f"'{rows[0].name}' is cut along its inputs, and no layer before it along its outputs")
-    for found in open_.values():
-        raise ValueError(f"'{found[0].name}' is cut along its outputs, and no layer behind it along its inputs")
+    for parent, found in open_.items():
+        inside = [block for block in done if block.scope.startswith(f"{parent}.")]
+        if len(inside) != 1:
+            raise ValueError(f"'{found[0].name}' is cut along its outputs, and no layer behind it along its inputs")
+        inside[0].scope, inside[0].layers = parent, [*found, *inside[0].layers]
     return done
 
 
