@@ -46,6 +46,7 @@ _HOMES = {
     "groups": "zero.compat.mpu",
     "LayerSpec": "zero.compat.pipe",
     "PipelineModule": "zero.compat.pipe",
+    "tp_model_init": "zero.compat.tensor_parallel",
     "TiedLayerSpec": "zero.compat.pipe",
     "ConfigError": "zero.config",
 }
@@ -57,6 +58,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero import checkpointing, config, core, data, engine, kernels, launch, log, optim, plan, utils
     from zero.compat.mpu import groups
     from zero.compat.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from zero.compat.tensor_parallel import tp_model_init
     from zero.config import ConfigError
     from zero.core.access import GatheredParameters, register_external_parameter, unregister_external_parameter
     from zero.core.hooks import register_forward_method

@@ -61,6 +61,8 @@ def test_contradictions_are_refused_with_the_numbers():
         (config(3, 4), {"device_mesh": DeviceMesh("cpu", [[0, 2], [1, 3]])}),
         (config(3, 2), {"mesh_param": {"dp_shard": 2, "tp": 2}}),
         (config(3, 2, gradient_clipping=1.0), {"mpu": GridGroups(Grid(4, {"tp": 2}))}),
+        (config(1, 1, tensor_parallel={"autotp_size": 4}), {"mpu": GridGroups(Grid(4, {"tp": 2}))}),
+        (config(1, 2, tensor_parallel={"autotp_size": 2}), {"mpu": GridGroups(Grid(4, {"cp": 2}))}),
     ]
     wanted = [
         "ConfigError: mesh_param: dp_replicate 3 x dp_shard 2 = 6 ranks, but there are 4",
@@ -72,8 +74,10 @@ def test_contradictions_are_refused_with_the_numbers():
         "ValueError: device_mesh: got a mesh of dimensions 'dp', 'tp'; wanted the data-parallel ones",
         "ValueError: device_mesh: got a mesh of dimensions 'pp', 'dp_replicate', 'dp_shard'; wanted",
         "ValueError: device_mesh: got ranks in the order [0, 2, 1, 3]; wanted them ascending, shards innermost",
-        "ValueError: initialize(): tp is 2, and no parameter of the model is a part of a larger one",
+        "ValueError: tensor_parallel.autotp_size 2: nothing tells how Net is cut; its layers are",
         "ConfigError: mpu: got 2 ranks for one replica of the model; the gradient norm and the check for overflow",
+        "ValueError: mpu: 2 ranks share layers, and tensor_parallel says 4; wanted one number",
+        "ValueError: mpu: got ranks that share layers and ranks that share sequences; wanted one of the two",
     ]
     for (json, arguments), said in zip(cases, wanted, strict=True):
         assert said_by(lambda: zero.initialize(model=make_net(), config=json, **arguments)).startswith(said)  # noqa: B023

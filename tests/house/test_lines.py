@@ -15,23 +15,23 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 52200,
-    "zero/*.py": 1134,
-    "zero/as_deepspeed": 1493,
+    "tests": 53000,
+    "zero/*.py": 1136,
+    "zero/as_deepspeed": 1559,
     "zero/checkpoint": 3183,
-    "zero/compat": 1814,
-    "zero/config": 2530,
-    "zero/core": 7607,
+    "zero/compat": 1873,
+    "zero/config": 2552,
+    "zero/core": 7613,
     "zero/data": 1075,
-    "zero/engine": 7887,
+    "zero/engine": 7897,
     "zero/examples": 99,
     "zero/kernels": 2017,
     "zero/launch": 4280,
     "zero/memory": 1525,
     "zero/monitor": 1188,
-    "zero/optim": 2832,
-    "zero/parallel": 5108,
-    "zero/plan": 2136,
+    "zero/optim": 2787,
+    "zero/parallel": 5134,
+    "zero/plan": 2139,
     "zero/recompute": 1254,
     "zero/sizes": 1751,
     "zero/tiled": 690,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1549,
 }
-SUM = 113549
+SUM = 114498
 
 
 def parts() -> dict[str, int]:

@@ -106,7 +106,7 @@ print(json.dumps([said, importlib.util.find_spec("deepspeed.inference") is None]
 """
 
 
-THEMSELVES = "module_inject accelerator.abstract_accelerator comm.torch profiling.flops_profiler.profiler "
+THEMSELVES = "module_inject.auto_tp accelerator.abstract_accelerator comm.torch profiling.flops_profiler.profiler "
 THEMSELVES += "moe.sharded_moe runtime.zero.mics utils.nvtx"
 WANTED = {
     "deepspeed.inference.v2.modules": "deepspeed.inference",

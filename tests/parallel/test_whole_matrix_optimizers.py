@@ -217,7 +217,7 @@ def test_moments_in_eight_bits_round_at_other_places_only(pool, stage):
 
 @pytest.mark.parametrize("load", [1, *longer(4)])
 def test_where_a_rank_cuts_through_blocks_all_have_one_format(pool, tmp_path, load):
-    """Two of the four parts of a matrix are whole blocks; its moments were in two formats, and no checkpoint was whole."""
+    """Two of four parts are whole blocks. Moments of one matrix were in two formats, and no checkpoint was whole."""
     json = {"stage": 3, **EIGHT, "shapes": WIDE | {"columns": (16, 1280)}}
     saved, *_ = pool.run(4, trained, 4, json, range(2), "", str(tmp_path))
     for found in pool.run(WAYS[load][0], trained, load, json, range(0), str(tmp_path)):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import sys
 import time
 import traceback
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +20,10 @@ from outcomes import pytest_runtest_logreport as pytest_runtest_logreport
 _OTHERS_FAIL = re.compile("CPU( accelerator)? does not support this test.*", re.IGNORECASE)
 SECONDS = 60  # for one test
 GRACE = 5  # seconds for the other ranks of one that has failed
+# Insides of DeepSpeed by which some tests of a file ask: here names stand for themselves, so that the file can be read.
+for _inside in ("deepspeed.checkpoint.constants", "deepspeed.runtime.tensor_parallel.config"):
+    sys.modules[_inside] = ModuleType(_inside)
+    sys.modules[_inside].__getattr__ = str
 
 
 def pytest_configure() -> None:

@@ -29,7 +29,7 @@ SUITES = {
         "tests/deepspeed/test_alst_ulysses_sp.py",
     ),
     "transformers": ("tests/trainer/distributed/test_trainer_distributed_deepspeed.py",),
-    # Left out: schedules, experts, tensor parallelism, inference, kernels and their optimizers' own steps,
+    # Left out: schedules, experts, inference, kernels and their optimizers' own steps,
     # DeepSpeed's compiler passes, sparse and 1-bit gradients, autotuning, and what asks for its insides by name. Other
     # files that collect have not been looked through (v1/zero/test_zero, ds_initialize, no_sync_ctxt, fp16), or compare
     # bf16 that adds up in fp32 with plain bf16 (zero_user_backward): docs/huggingface.md says how that one was read.
@@ -38,6 +38,7 @@ SUITES = {
         for folder, names in {
             "checkpoint": "convert_checkpoint latest_checkpoint pipeline shared_weights tag_validation zero_optimizer",
             "comm": "dist",
+            "model_parallelism": "autotp_training tp_plan_e2e tp_plan_real_models",
             "pipe": "pipe_module",
             "runtime": "data lr_schedulers multi_output_model",
             "runtime/half_precision": "zero_optim_overflow",

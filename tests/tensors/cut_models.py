@@ -197,7 +197,7 @@ def trained(
     found["shapes"] = {name: tuple(param.shape) for name, param in engine.module.named_parameters()}
     engine.destroy()
     whole = {name: param.detach() for name, param in model.named_parameters()}
-    assert all(torch.equal(found["weights"][name], value.float()) for name, value in whole.items())
+    assert all(torch.equal(value, whole[name].float()) for name, value in found["weights"].items())
     return found
 
 
@@ -207,7 +207,9 @@ def _grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def full(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: safe_get_full_fp32_param(param).clone() for name, param in engine.module.named_parameters()}
+    """Of what is trained."""
+    named = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
+    return {name: safe_get_full_fp32_param(param).clone() for name, param in named}
 
 
 def plain(

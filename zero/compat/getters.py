@@ -54,6 +54,7 @@ class DeepSpeedGetters:
     zero_gather_16bit_weights_on_model_save = _key("zero_optimization.stage3_gather_16bit_weights_on_model_save")
     fp16_enabled = _key("fp16.enabled", "Whether parameters are fp16:")
     bfloat16_enabled = _key("bf16.enabled", "Whether parameters are bf16:")
+    tensor_parallel_config = _key("tensor_parallel", "The section")
     torch_autocast_enabled = _key("torch_autocast.enabled", "Whether the forward runs under torch.autocast:")
     gradient_clipping = _key(
         "gradient_clipping", "The largest global gradient norm that is not clipped, 0 for no clipping:"
@@ -262,6 +263,10 @@ class DeepSpeedGetters:
     def gas_boundary_ctr(self) -> int:
         """Accumulation boundaries so far."""
         return self.global_steps
+
+    def autotp_size(self) -> int:
+        """Ranks that layers are cut over, 1 for none."""
+        return self._config.grid.size("tp")
 
     def get_data_parallel_rank(self) -> int:
         """This process among those that see different samples."""

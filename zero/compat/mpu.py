@@ -35,7 +35,8 @@ class GridGroups:
 
     Of tensor-parallel groups, of pipelines, of ranks with the same part of the model and other samples (data), of ranks
     that share a sequence (context, or sequence), of one replica of the model, of ranks that experts are divided among,
-    and of those with the same experts: `..._rank` is this rank's place in its group, `..._world_size` how many it has;
+    and of those with the same experts: `..._rank` is this rank's place in its group, `..._world_size` how many it has,
+    `..._src_rank` the first of them;
     `with_context_parallel=True` adds the ranks along cp. A group is made when it is first asked for, of all ranks at
     once: a collective, so all of them must ask. That of the embedding is None for a stage between the first and the
     last. Raises ValueError where the grid has another number of ranks than the default process group.
@@ -56,6 +57,9 @@ class GridGroups:
     def _rank(self, *axes: str, with_context_parallel: bool = False) -> int:
         return self._ranks(*axes, with_context_parallel=with_context_parallel).index(dist.get_rank())
 
+    def _src_rank(self, *axes: str) -> int:
+        return self._ranks(*axes)[0]
+
     def _group(self, *axes: str, with_context_parallel: bool = False) -> dist.ProcessGroup | None:
         if with_context_parallel and self.grid.size("cp") > 1:
             axes += ("cp",)
@@ -70,18 +74,21 @@ class GridGroups:
     get_tensor_model_parallel_rank = partialmethod(_rank, "tp")
     get_tensor_model_parallel_world_size = partialmethod(_size, "tp")
     get_tensor_model_parallel_group = partialmethod(_group, "tp")
+    get_tensor_model_parallel_src_rank = partialmethod(_src_rank, "tp")
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank = partialmethod(_rank, "pp")
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size = partialmethod(_size, "pp")
     get_pipeline_model_parallel_group = get_pipe_parallel_group = partialmethod(_group, "pp")
     get_data_parallel_rank = partialmethod(_rank, *DATA)
     get_data_parallel_world_size = partialmethod(_size, *DATA)
     get_data_parallel_group = partialmethod(_group, *DATA)
+    get_data_parallel_src_rank = partialmethod(_src_rank, *DATA)
     get_context_parallel_rank = get_sequence_parallel_rank = partialmethod(_rank, "cp")
     get_context_parallel_world_size = get_sequence_parallel_world_size = partialmethod(_size, "cp")
     get_context_parallel_group = get_sequence_parallel_group = partialmethod(_group, "cp")
     get_model_parallel_rank = partialmethod(_rank, "mp")
     get_model_parallel_world_size = partialmethod(_size, "mp")
     get_model_parallel_group = partialmethod(_group, "mp")
+    get_model_parallel_src_rank = partialmethod(_src_rank, "mp")
     get_expert_model_parallel_rank = partialmethod(_rank, "ep")
     get_expert_model_parallel_world_size = partialmethod(_size, "ep")
     get_expert_model_parallel_group = partialmethod(_group, "ep")

@@ -27,7 +27,6 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.logger": "logging.getLogger('zero')",
     "deepspeed.log_dist": "logging, where torch.distributed.get_rank() is 0",
     "deepspeed.init_inference": "engine.generate, with the engine in eval",
-    "deepspeed.tp_model_init": _LAYERS,
     "deepspeed.OnDevice": "zero.Init, or torch.device as a context",
     "deepspeed.DeepSpeedHybridEngine": "engine.generate",
     "deepspeed.runtime.zero.MiCS_Init": "`mics_shard_size` of the JSON; deepspeed.zero.Init does for it",
@@ -46,7 +45,10 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.model_implementations": _TRAINS,
     "deepspeed.io": "engine.save_checkpoint, which writes beside the loop",
     "deepspeed.linear": "PEFT: LoRA over packed weights trains as it is",
-    "deepspeed.module_inject": _LAYERS,
+    **{
+        f"deepspeed.module_inject{name}": _LAYERS
+        for name in (".auto_tp", ".autotp_config", ".layers.LinearAllreduce", ".layers.LinearLayer", ".replace_module")
+    },
     "deepspeed.moe.layer.MoE": _EXPERTS,
     "deepspeed.moe.sharded_moe": _EXPERTS,
     "deepspeed.monitor": "engine.monitor, and tensorboard, wandb, csv_monitor and comet of the JSON",
@@ -67,7 +69,6 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.comm.comm": "deepspeed.comm, where all of it is",
     "deepspeed.comm.reduce_op": "deepspeed.comm.ReduceOp",
     "deepspeed.comm.torch": "deepspeed.comm",
-    "deepspeed.comm.get_world_group": "torch.distributed.group.WORLD",
     "deepspeed.comm.get_all_ranks_from_group": "torch.distributed.get_process_group_ranks",
     "deepspeed.launcher.launch": "the command `zero run`",
     "deepspeed.ops.adam.cpu_adam": "deepspeed.ops.adam",

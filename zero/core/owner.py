@@ -11,7 +11,6 @@ from torch import nn
 
 from zero.core.released import Released
 from zero.plan.cut import Box, Cut
-from zero.plan.formats import BLOCK
 from zero.plan.grid import DENSE, PARTS, UnitAxes
 
 _CUTS = "_zero_cuts"
@@ -87,10 +86,9 @@ def set_cut(param: nn.Parameter, cut: Cut, axes: UnitAxes = PARTS, module: nn.Mo
         module.__dict__.setdefault(_CUTS, {})[names[0]] = axes, cut
 
 
-def complete_cut(param: torch.Tensor, parts: Iterable[Iterable[Box]]) -> None:
-    """Have the parameter's cut know the boxes of all ranks, which must store its state in one format."""
-    cuts = (Cut(cut_of(param).shape, tuple(boxes)) for boxes in parts)
-    param._zero_cut = replace(cut_of(param), all_in_blocks=all(cut.in_blocks(BLOCK) is not None for cut in cuts))
+def complete_cut(param: torch.Tensor, every: Iterable[Iterable[Box]]) -> None:
+    """Have the parameter's cut know the boxes of all ranks beside, in their order."""
+    param._zero_cut = replace(cut_of(param), every=tuple(map(tuple, every)))
 
 
 def share_along(axes: UnitAxes, params: Iterable[nn.Parameter]) -> None:

@@ -89,8 +89,8 @@ def data_ranks(
     """What the arguments of one call say; collective where a mesh needs a process group of its own.
 
     layers_are_cut: some parameter is known as a part of a larger one, so that the ranks of `mpu` that share layers are
-    taken into the grid; else each works with the ranks of its data-parallel group only. layered: what a PipelineModule
-    says of their grid.
+    taken into the grid, as where layers are to be cut; else each works with the ranks of its data-parallel group only.
+    layered: what a PipelineModule says of their grid, or `tp_model_init` and the JSON.
 
     Raises ValueError for arguments that do not fit together, ConfigError for sizes that do not fit the ranks there are.
     """
@@ -102,24 +102,26 @@ def data_ranks(
     if "pp" in layered:
         raise ValueError(f"initialize(): got {name}, and a PipelineModule that says the ranks of its stages; keep one")
     if name == "mpu":
-        return _of_mpu(value, layers_are_cut)
+        return _of_mpu(value, layers_are_cut, layered.get("tp", 1))
     if isinstance(value, DeviceMesh):
         return _of_device_mesh(value, name)
     sizes = _sizes(value, name, world)
     return DataRanks(None, world, rank, sizes, f"{name}={value!r}", cuts_sequences=sizes.get("cp", 1) > 1)
 
 
-def _of_mpu(mpu: Any, layers_are_cut: bool) -> DataRanks:
+def _of_mpu(mpu: Any, layers_are_cut: bool, tp: int) -> DataRanks:
     for start in _SEQUENCE_PARALLEL:
         asked = getattr(mpu, f"{start}_world_size", None)
         if callable(asked) and (size := int(asked())) > 1:
-            return _sharing(mpu, getattr(mpu, f"{start}_group")(), size)
+            return _sharing(mpu, getattr(mpu, f"{start}_group")(), size, tp)
     asked = getattr(mpu, "get_data_parallel_group", None)
     if not callable(asked):
         raise ValueError(f"mpu: got a {type(mpu).__name__}; wanted an object with get_data_parallel_group()")
     found = (getattr(mpu, name, None) for name in _MODEL_PARALLEL)
     size = next((int(size()) for size in found if callable(size)), 1)
-    if layers_are_cut and size > 1:
+    if tp not in (1, size):
+        raise ValueError(f"mpu: {size} ranks share layers, and tensor_parallel says {tp}; wanted one number")
+    if (layers_are_cut or tp > 1) and size > 1:
         world, rank = dist.get_world_size(), dist.get_rank()
         ranks, wanted = dist.get_process_group_ranks(asked()), Grid(world, {"tp": size}).ranks(DATA, rank)
         if ranks != list(wanted):
@@ -128,12 +130,12 @@ def _of_mpu(mpu: Any, layers_are_cut: bool) -> DataRanks:
     return _of_group(asked(), "mpu", {}, size)
 
 
-def _sharing(mpu: Any, group: dist.ProcessGroup, size: int) -> DataRanks:
+def _sharing(mpu: Any, group: dist.ProcessGroup, size: int, tp: int) -> DataRanks:
     """All ranks, of which neighbours share sequences; ValueError for others."""
     world, rank, ranks = dist.get_world_size(), dist.get_rank(), dist.get_process_group_ranks(group)
     if ranks != list(Grid(world, {"cp": size}).ranks("cp", rank)):
         raise ValueError(f"mpu: ranks {ranks} share sequences; wanted {size} neighbours of {world} ranks, in order")
-    if any(callable(one := getattr(mpu, name, None)) and int(one()) > 1 for name in _MODEL_PARALLEL):
+    if tp > 1 or any(callable(one := getattr(mpu, name, None)) and int(one()) > 1 for name in _MODEL_PARALLEL):
         raise ValueError("mpu: got ranks that share layers and ranks that share sequences; wanted one of the two")
     only = getattr(mpu, "disable_in_eval", False)
     return DataRanks(None, world, rank, {"cp": size}, "mpu", cuts_sequences=True, training_only=only)

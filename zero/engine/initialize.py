@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zero.compat.pipe import PipelineModule
-from zero.compat.tensor_parallel import recorded_sizes
+from zero.compat.tensor_parallel import told_sizes
 from zero.config import Config, load
 from zero.config.grid_sizes import Told
 from zero.config.optimizers import MuonParams
@@ -128,8 +128,7 @@ def initialize(
     source = resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
     keep_cuts(model)
-    cut = any(cut_of(param) is not None for param in model.parameters())
-    data = data_ranks(mesh_param, device_mesh, mpu, cut, _said_sizes(model))
+    data = _data(model, source, mpu, mesh_param, device_mesh)
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
     assigned = assigned_run()
     settings = _load(source, data, stand_ins, assigned, model)
@@ -151,11 +150,6 @@ def initialize(
     return engine, engine.optimizer, loader, scheduler
 
 
-def _said_sizes(model: nn.Module) -> Mapping[str, int]:
-    """What the model says of the grid of ranks."""
-    return model._sizes if isinstance(model, PipelineModule) else recorded_sizes(model)
-
-
 def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, port: int) -> None:
     if INITIALIZED in os.environ:  # started by `zero run`, which looks for this sign that we were called
         with contextlib.suppress(OSError):
@@ -170,6 +164,12 @@ def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, por
     known = isinstance(seconds, int | float) and 0 < seconds < MAX_TIMEOUT
     timeout = timedelta(seconds=(seconds if known else TIMEOUT) + MARGIN)
     init_distributed(distributed_port=port, timeout=timeout)
+
+
+def _data(model: nn.Module, source: Any, mpu: Any, mesh_param: Any, device_mesh: Any) -> DataRanks:
+    said = model._sizes if isinstance(model, PipelineModule) else told_sizes(model, read(source).values, mpu)
+    cut = any(cut_of(param) is not None for param in model.parameters())
+    return data_ranks(mesh_param, device_mesh, mpu, cut, said)
 
 
 def _load(source: Any, data: DataRanks, stand_ins: list[str], assigned: Any, model: nn.Module) -> Config:
@@ -302,8 +302,8 @@ def _check_cuts(model: nn.Module, used: Iterable[UnitAxes], meshes: Meshes, worl
     for axes in used:
         named = cuts.get(axes, {})
         for each in agree({name: cut.boxes for name, cut in named.items()}, meshes.of(axes).beside):
-            for name in named.keys() & each.keys():
-                parts[name].append([Box(*map(tuple, box)) for box in each[name]])
+            for name in named:
+                parts[name].append([Box(*map(tuple, box)) for box in each.get(name, ())])
         problems += [
             f"initialize(): the ranks' parts of parameter '{name}' {cut.shape} do not make it up: {problem}"
             for name, cut in named.items()

@@ -12,14 +12,14 @@ divides its own momentum by the norm, in place. Ours stays unchanged.
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zero.config.optimizers import MuonParams
-from zero.core.agree import agree
+from zero.core.comm import exchange
+from zero.core.mesh import Mesh
 from zero.core.torch_private import muon_learning_rate, torch_newton_schulz
 from zero.core.unit import Unit
 from zero.core.world import Axis, World
@@ -27,12 +27,14 @@ from zero.kernels.formulas import formats_of
 from zero.kernels.moments import random_bits
 from zero.kernels.newton_schulz import newton_schulz
 from zero.optim.fused import FusedShardOptimizer
-from zero.optim.matrix_exchange import Matrices, replace_matrices
 from zero.optim.shard_optimizer import Group, Rows, Update
-from zero.plan.cut import Box, Cut, whole
+from zero.plan.cut import Cut, whole
 from zero.plan.grid import UnitAxes
 from zero.plan.layout import Fragment
-from zero.plan.matrices import Matrix, SharedMatrix, shared_matrices
+from zero.plan.matrices import Matrix, SharedMatrix, owners, pieces, shared_matrices
+
+Matrices = Mapping[int, torch.Tensor]  # [rows, cols] by number
+Views = Sequence[Sequence[torch.Tensor]]  # by rank
 
 # Elements of the units in one message: enough to give each rank a share, and little memory beside the model.
 TOGETHER = 1 << 28
@@ -54,24 +56,8 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         self._split, self._one_by_one = params.split, params.ns_method == "standard"
         self._directions: dict[int, torch.Tensor] = {}  # bf16 [n], of units not yet updated in this step
         self._rows: dict[str, torch.Tensor] = {}  # NorMuon's means of squares, fp32 [rows], by names of matrices
-        self._boxes: dict[str, dict[int, list[Box]]] = {}  # of parameters that are cut, by rank beside
         self._known: dict[int, list[SharedMatrix]] = {}  # by unit
         self._loaded = False  # whether all ranks have all rows, until the next step; else only the ranks that use them
-
-    def bind(self, units: Sequence[Unit], groups: Sequence[Group]) -> None:
-        """See `ShardOptimizer.bind`; learns which parts of matrices the ranks beside this one have."""
-        axes: dict[UnitAxes, tuple[Axis, dict[str, Cut]]] = {}
-        for unit in units:
-            if unit.mesh.axes.parts and uses_muon(groups[unit.plan.group]):
-                _, cuts = axes.setdefault(unit.mesh.axes, (unit.mesh.beside, {}))
-                cuts |= {spec.name: spec.cut for spec in unit.plan.params if spec.cut is not None}
-        for beside, cuts in axes.values():
-            said = agree({name: cut.boxes for name, cut in cuts.items()}, beside)
-            for name in sorted({*itertools.chain(*said)}):
-                if lacking := [rank for rank, each in zip(beside.ranks, said, strict=True) if name not in each]:
-                    raise ValueError(f"Muon: parameter '{name}' is cut, and ranks {lacking} have none of that name")
-                parts = enumerate(each[name] for each in said)
-                self._boxes[name] = {rank: [Box(*map(tuple, box)) for box in boxes] for rank, boxes in parts}
 
     @torch.no_grad()
     def prepare(self, updates: Sequence[Update], world: World) -> None:
@@ -192,8 +178,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
             found = self._known[unit.index] = []
             for spec, param in zip(unit.plan.params, unit.params, strict=True):
                 cut, rank = spec.cut or Cut(tuple(param.shape), (whole(param.shape),)), unit.mesh.beside.rank
-                there = spec.cut is not None and unit.mesh.axes.parts
-                boxes = self._boxes[spec.name] if there else {rank: cut.boxes}
+                boxes = dict(enumerate(cut.every)) or {rank: cut.boxes}
                 start = unit.plan.layout.spans[spec.name].start
                 found += shared_matrices(spec.name, cut.shape, self._split, boxes, rank, start)
         return self._known[unit.index]
@@ -233,3 +218,83 @@ def orthogonalized(whole: Matrices, groups: dict[int, Group], one_by_one: bool) 
         results = newton_schulz(torch.stack([whole[index] for index in batch]), *numbers, dtype)
         found |= dict(zip(batch, results, strict=True))
     return found
+
+
+def replace_matrices(
+    shards: Sequence[torch.Tensor],
+    matrices: Sequence[tuple[int, SharedMatrix]],
+    mesh: Mesh,
+    device: torch.device,
+    work: Callable[[Matrices], Matrices],
+) -> None:
+    """Replace each matrix by its result, in this rank's `shards` of the units, [n] each, of one dtype; collective.
+
+    matrices: with the number of the unit. `work` gets those assigned to this rank, on the `device`. One message goes to
+    each rank along shard and one back, whatever the number of matrices; and as many to ranks beside, if any matrix has
+    parts there. A rank sends nothing of a matrix that it works on itself.
+    """
+    held = [index for index, (_, each) in enumerate(matrices) if each.spans]
+    place_of = dict(zip(held, owners([matrices[index][1] for index in held], mesh.shard.size), strict=True))
+    parts = [Matrix("", unit, span.start, 1, span.numel) for unit, each in matrices for span in each.spans]
+    index_of = [index for index in held for _ in matrices[index][1].spans]
+    none = shards[0].new_empty(0, device=device)
+    own: dict[int, list[torch.Tensor]] = {}  # parts of matrices on which ranks at our place along shard work
+    here, there = _views(mesh.shard), _views(mesh.shard)
+    for at, rank, span in pieces(parts, [len(shard) for shard in shards], mesh.shard.size):
+        index, unit, start = index_of[at], parts[at].unit, parts[at].start
+        if rank == mesh.shard.rank:
+            here[place_of[index][0]].append(shards[unit].narrow(0, span.start - rank * len(shards[unit]), span.numel))
+        if place_of[index][0] == mesh.shard.rank:
+            if span.start == start:  # the first of this part
+                own.setdefault(index, []).append(none.new_empty(parts[at].span.numel))
+            there[rank].append(own[index][-1].narrow(0, span.start - start, span.numel))
+    # Without parts on several ranks, those beside are left alone.
+    beside = mesh.beside if any(len(each.boxes) > 1 for _, each in matrices) else mesh.world.point()
+    ours = {index: (matrices[index][1], place_of[index][1] % beside.size, each) for index, each in own.items()}
+    _there_and_back(here, there, mesh.shard, none, lambda: _replace_shared(ours, beside, none, work))
+
+
+def _replace_shared(
+    matrices: Mapping[int, tuple[SharedMatrix, int, Sequence[torch.Tensor]]],
+    axis: Axis,
+    none: torch.Tensor,
+    work: Callable[[Matrices], Matrices],
+) -> None:
+    """The same of matrices by number, each with the rank along `axis` that works on it, and with this rank's parts."""
+    here, there, full = _views(axis), _views(axis), {}
+    for index, (matrix, owner, parts) in matrices.items():
+        if len(matrix.boxes) == len(parts) == 1:  # it is all here
+            full[index] = parts[0].view(matrix.shape)
+            continue
+        here[owner] += parts
+        if owner == axis.rank:
+            full[index] = none.new_empty(matrix.shape)
+            for rank, boxes in matrix.boxes.items():
+                there[rank % axis.size] += [full[index][box.slices] for box in boxes]
+
+    def replace() -> None:
+        flat = {index: each.view(matrices[index][0].matrix[3:]) for index, each in full.items()}
+        for index, result in work(flat).items():
+            flat[index].copy_(result)
+
+    _there_and_back(here, there, axis, none, replace)
+
+
+def _there_and_back(here: Views, there: Views, axis: Axis, none: torch.Tensor, work: Callable[[], None]) -> None:
+    """Fill `there` with what is `here` on the ranks for this one, work, and fill `here` with what became of it."""
+    sends, receives = ([sum(part.numel() for part in parts) for parts in views] for views in (here, there))
+    flat = torch.cat([part for parts in here for part in parts] or [none]).to(none.device)
+    _fill(there, exchange(flat, sends, receives, axis, "matrices to their ranks"))
+    work()
+    flat = torch.cat([none, *(part.reshape(-1) for parts in there for part in parts)])
+    _fill(here, exchange(flat, receives, sends, axis, "matrices from their ranks"))
+
+
+def _views(axis: Axis) -> list[list[torch.Tensor]]:
+    return [[] for _ in range(axis.size)]
+
+
+def _fill(views: Views, values: torch.Tensor) -> None:
+    every = [part for parts in views for part in parts]
+    for part, value in zip(every, values.split([part.numel() for part in every]), strict=True):
+        part.copy_(value.view(part.shape))

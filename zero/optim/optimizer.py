@@ -91,7 +91,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         this = weakref.ref(self)
         sharded.reducer.loss_scale = lambda: getattr(this(), "loss_scale", 1.0)
         if self._updater is None:
-            self.shard_optimizer.bind(sharded.trained, self.param_groups)
             self._updater = UnitUpdater(self.shard_optimizer, sharded, self.param_groups)
             self._deferring = all(agree(self._could_defer, sharded.world))
         ahead = weakref.WeakMethod(self._updater.bring_ahead)

@@ -39,9 +39,6 @@ class ShardOptimizer(Protocol):
     def check(self, group: Group) -> None:
         """Raise ValueError for hyperparameters that no step can use, if that is known before; by default never."""
 
-    def bind(self, units: Sequence[Unit], groups: Sequence[Group]) -> None:
-        """Learn of all trained units and all groups, once, on all ranks; may use collectives; by default nothing."""
-
     def begin(self, unit: Unit, group: Group) -> None:
         """Make the state of the unit, if it is `foreseen`, so that it is in its place before the first step."""
 

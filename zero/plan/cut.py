@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 _CORNERS = 1 << 20  # that are kept while boxes are compared
@@ -93,12 +93,12 @@ class Cut:
     """The full `shape`, and the local boxes, whose elements follow each other in the local tensor.
 
     A cut along rows or columns is one box; one of stacked query, key and value is three. Raises ValueError for
-    boxes outside of the shape, or that overlap. An engine says whether all ranks' parts consist of whole blocks.
+    boxes outside of the shape, or that overlap. `every`: the boxes of all ranks beside, once an engine knows them.
     """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-    all_in_blocks: bool = True
+    every: tuple[tuple[Box, ...], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if problem := box_error(self.shape, self.boxes):
@@ -122,8 +122,8 @@ class Cut:
         inner = [math.prod(self.shape[dim:]) for dim in range(len(self.shape))]
         at = max((dim for dim, numel in enumerate(inner) if numel % block == 0), default=0)
         below, boxes = math.prod(self.shape[at + 1 :]), []
-        if not self.all_in_blocks:
-            return None
+        if any(Cut(self.shape, others).in_blocks(block) is None for others in self.every):
+            return None  # all ranks store a state in one format
         for box in self.boxes:
             first, numel = box.offset[at] * below, box.sizes[at] * below
             ends = at == 0 and box.offset[0] + box.sizes[0] == self.shape[0]  # the last block may have fewer neighbours

@@ -190,8 +190,10 @@ def _blocks(layers: list[Layer]) -> list[Block]:
     done, open_ = [], {}
     for parent, found in by_parent.items():
         kinds = {layer.style.dim for layer in found}
-        if kinds == {"out", "in"} or all(layer.param for layer in found):
+        if all(layer.param for layer in found):
             done.append(Block(parent, found))
+        elif kinds == {"out", "in"}:
+            done += [Block(parent, part) for part in _in_order(found)]
         else:
             open_[parent] = found
     for parent in sorted(open_, key=lambda name: -name.count(".")):
@@ -213,6 +215,16 @@ def _blocks(layers: list[Layer]) -> list[Block]:
             raise ValueError(f"'{found[0].name}' is cut along its outputs, and no layer behind it along its inputs")
         within[0].scope, within[0].layers = parent, [*found, *within[0].layers]
     return done
+
+
+def _in_order(found: list[Layer]) -> list[list[Layer]]:
+    """Of one module that has several blocks: each ends with a layer that is cut along its inputs."""
+    parts: list[list[Layer]] = [[]]
+    for at, layer in enumerate(found):
+        parts[-1].append(layer)
+        if layer.style.dim == "in" and {each.style.dim for each in found[at + 1 :]} == {"out", "in"}:
+            parts.append([])
+    return parts
 
 
 def _place(plan: TensorPlan, name: str, layer: Layer, slot: Slot) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -103,15 +104,18 @@ def styles_of(model: nn.Module, section: Any) -> Styles:
 
 def _planned(model: nn.Module) -> Styles | None:
     """Of the model's `tp_plan`; None where it has none, or one of its head only."""
-    if (found := pretrained(model)) is None:
-        return None
-    prefix, theirs = found
-    plan = dict(getattr(theirs, "tp_plan", None) or {})
+    prefix, theirs = pretrained(model) or ("", model)
+    plan = getattr(theirs, "tp_plan", None)
+    if not isinstance(plan, Mapping):  # of a module of nobody's, as DeepSpeed reads it: `*` stands for any text
+        wild = getattr(getattr(theirs, "config", None), "base_model_tp_plan", None)
+        wild = wild if isinstance(wild, Mapping) else {}
+        every = [name for name, _ in theirs.named_modules()]
+        plan = {name: style for pattern, style in wild.items() for name in fnmatch.filter(every, pattern)}
     params = {f"{prefix}.{name}" if prefix else name for name, _ in theirs.named_parameters()}
     names = [name for name, _ in theirs.named_modules()] + [name for name, _ in theirs.named_parameters()]
     styles = {}
     for name in names:
-        if (style := plan.get(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name))) is not None:
+        if (style := plan.get(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), plan.get(name))) is not None:
             styles[f"{prefix}.{name}" if prefix else name] = style
     head = [f"{prefix}.{name}" if prefix else name for name, each in theirs.named_modules() if each is _head(theirs)]
     if not styles.keys() - set(head):
@@ -231,7 +235,7 @@ def linears_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _head(theirs: Any) -> nn.Module | None:
     try:
         return theirs.get_output_embeddings()
-    except NotImplementedError:
+    except (NotImplementedError, AttributeError):
         return None
 
 

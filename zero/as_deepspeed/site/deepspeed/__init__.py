@@ -13,6 +13,7 @@ _PACKAGES = (
     "compression",
     "git_version_info",
     "launcher",
+    "module_inject",
     "moe",
     "ops",
     "pipe",

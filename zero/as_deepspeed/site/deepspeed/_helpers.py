@@ -16,8 +16,10 @@ from packaging.version import Version
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from zero.core.owner import owner_of
+from zero.compat.mpu import GridGroups, groups
+from zero.core.owner import cut_of, owner_of
 from zero.log import rank
+from zero.plan.tensors import sizes_of
 
 # What `accelerate launch` imports of DeepSpeed's launcher.
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
@@ -143,3 +145,31 @@ def _of_mpu(what: str, *alone: int) -> Any:
 _get_sequence_parallel_world_size = partial(_of_mpu, "world_size", 1)
 _get_sequence_parallel_rank = partial(_of_mpu, "rank", 0)
 _get_sequence_parallel_group = partial(_of_mpu, "group")
+
+grid: GridGroups | None = None  # the ranks of the last engine that has layers in parts; of the first, where none has
+
+
+def __getattr__(name: str) -> Any:
+    """Functions of groups by Megatron's names, `get_tensor_model_parallel_group` say, of the engine there is then."""
+    if not (name.startswith("get_") and hasattr(GridGroups, name)):
+        raise AttributeError(f"{__name__} has no {name}")
+    return lambda: getattr(grid or groups({}), name)()
+
+
+def is_autotp_training_mode() -> bool:
+    """True: layers are cut for training only."""
+    return True
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Nothing, as there is no other mode."""
+
+
+def get_shard_size_list(total_size: int, mp_size: int, name: str | None = None) -> list[int]:
+    """How many of so many features each rank has."""
+    return sizes_of(total_size, mp_size)
+
+
+def is_model_parallel_parameter(p: torch.Tensor) -> bool:
+    """Whether ranks have parts of it."""
+    return cut_of(p) is not None or any(getattr(p, f"{name}model_parallel", False) for name in ("", "tensor_"))

@@ -23,9 +23,13 @@ _OPTIMIZERS, _CUT = "deepspeed.runtime.base_optimizer", "deepspeed.runtime.zero.
 _ZERO = "register_external_parameter unregister_external_parameter TiledLinear"
 _ULYSSES = "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"
 _SHARING = "_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size"
+_AXES, _WHAT = ("data", "model", "tensor_model"), ("group", "rank", "world_size", "src_rank")
+_GROUPS = {f"get_{axis}_parallel_{what}": _HELPERS for axis in _AXES for what in _WHAT}
+_GROUPS |= {f"_{name}": f"{_HELPERS}:{name}" for name in _GROUPS if "tensor" not in name and "src" not in name}
 _SECTIONS = {"": "ZeroOptimization", "OffloadOptimizer": "OffloadOptimizer", "OffloadParam": "OffloadParam"}
 _LAYERS = _from("zero.compat.pipe", "PipelineModule LayerSpec TiedLayerSpec")
 _TOPOLOGIES = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
+_UTILS = "see_memory_usage set_random_seed move_to_device clip_grad_norm_ is_model_parallel_parameter"
 _RECOMPUTING = "checkpoint configure get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed "
 _RECOMPUTING += "non_reentrant_checkpoint reset"
 
@@ -36,6 +40,11 @@ MODULES = {
     "compression.helper": Names(_from(_HELPERS, "recursive_getattr recursive_setattr")),
     "launcher": Names(modules="runner"),
     "launcher.runner": Names(_from(_HELPERS, "DEEPSPEED_ENVIRONMENT_NAME PDSH_MAX_FAN_OUT")),
+    "module_inject": Names(modules="layers tp_shard"),
+    "module_inject.layers": Names(
+        _from(_HELPERS, "is_autotp_training_mode set_autotp_mode"), ("LinearAllreduce", "LinearLayer")
+    ),
+    "module_inject.tp_shard": Names(_from(_HELPERS, "get_shard_size_list")),
     "moe": Names(modules="layer utils"),
     "moe.layer": Names(refused=("MoE",)),
     "moe.utils": Names(_from(_HELPERS, "is_moe_param split_params_into_different_moe_groups_for_optimizer")),
@@ -65,7 +74,7 @@ MODULES = {
     "runtime.pipe.topology": Names(_from("zero.compat.topology", f"{_TOPOLOGIES} _prime_factors")),
     "runtime.sequence_parallel": Names(modules="ulysses_sp"),
     "runtime.sequence_parallel.ulysses_sp": Names(_from("zero.compat.ulysses", _ULYSSES)),
-    "runtime.utils": Names(_from(_HELPERS, "see_memory_usage set_random_seed move_to_device clip_grad_norm_")),
+    "runtime.utils": Names(_from(_HELPERS, _UTILS)),
     "runtime.zero": Names(
         _from(_CUT, "Init GatheredParameters ZeroParamStatus") | _from("zero", _ZERO),
         (),
@@ -79,7 +88,7 @@ MODULES = {
     "runtime.zero.utils": Names(_from(_HELPERS, "ZeRORuntimeException")),
     "sequence": Names(modules="layer"),
     "sequence.layer": Names(refused=("DistributedAttention", "_SeqAllToAll")),
-    "utils.groups": Names(_from(_HELPERS, _SHARING)),
+    "utils.groups": Names(_from(_HELPERS, _SHARING) | _GROUPS),
     "utils.timer": Names(_from("zero.compat.timers", "SynchronizedWallClockTimer ThroughputTimer")),
     "utils.torch": Names(_from(_HELPERS, "required_torch_version")),
 }

@@ -42,6 +42,11 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return _dist.group.WORLD
+
+
 def inference_all_reduce(tensor: Any, op: Any = _dist.ReduceOp.SUM, group: Any = None, **_: Any) -> Any:
     """`torch.distributed.all_reduce`, in place; more keywords say what DeepSpeed logs."""
     return _dist.all_reduce(tensor, op, group)

@@ -20,6 +20,7 @@ from torch import distributed as dist
 from torch import nn
 
 import zero
+from zero.compat.mpu import GridGroups
 from zero.compat.names import instead
 from zero.compat.tensor_parallel import sharing_batches
 from zero.config.read import read
@@ -79,6 +80,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             given[name] = _fitting(read(given[name]).values, given.get("model"))
     engine, optimizer, loader, scheduler = zero.initialize(**given)
     _helpers.mpu = given.get("mpu") or _helpers.mpu
+    _say_groups(engine, given.get("mpu"))
     engine.__class__ = PipelineEngine if isinstance(engine, pipeline_engine.PipelineEngine) else DeepSpeedEngine
     _engines.add(engine)
     if optimizer is not None:
@@ -87,6 +89,25 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             optimizer.parameter_offload = ParameterOffload()
     log_dist(f"DeepSpeed info: zero {zero.__version__}, stage {engine.zero_optimization_stage()}", ranks=[0])
     return engine, optimizer, loader, scheduler
+
+
+def _say_groups(engine: Any, mpu: Any) -> None:
+    """Have `engine.mpu` and `deepspeed.utils.groups` tell of its ranks; collective where groups are to be made."""
+    grid = engine._config.grid
+    if grid.world != dist.get_world_size():  # an engine of the data-parallel group of `mpu`
+        engine.mpu = mpu
+        return
+    here = GridGroups(grid)
+    engine.mpu = mpu or here
+    if grid.size("mp") > 1 or _helpers.grid is None:
+        _helpers.grid = here
+    if grid.size("mp") > 1:  # whoever asks for one later may be alone
+        for group in (
+            here.get_tensor_model_parallel_group,
+            here.get_data_parallel_group,
+            here.get_model_parallel_group,
+        ):
+            group()
 
 
 def _fitting(values: dict[str, Any], model: Any) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""The promise: dropout is one mask where ranks see the same, their own where each has a part; so it is recomputed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cut_models import family, json_of, words
+from ranks import Pool
+from sharing import needs_transformers
+from torch import nn
+
+import zero
+
+ROWS, WIDTH = 64, 32
+
+
+class Dropped(nn.Module):
+    """Keeps what its two dropouts gave: one of all features, one of those of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Inner()
+        self.outside = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.outside(torch.ones_like(x))
+        return (x + self.mlp(x) * self.seen).square().mean()
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.inside, self.behind = nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up_proj(x)
+        self.parts = self.inside(torch.ones_like(x))
+        x = self.down_proj(x * self.parts)
+        self.wholes = self.behind(torch.ones_like(x))
+        return x * self.wholes
+
+
+def everyone(values: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, values.detach().contiguous())
+    return found
+
+
+def masks(tp: int) -> None:
+    torch.manual_seed(dist.get_rank())  # a script may seed its ranks as it likes
+    model = Dropped()
+    engine, *_ = zero.initialize(model=model, config=json_of(tp, 1))
+    before = None
+    for _ in range(2):
+        engine.backward(engine(torch.ones(ROWS, WIDTH)))
+        engine.step()
+        outside, parts, wholes = map(everyone, (model.seen, model.mlp.parts, model.mlp.wholes))
+        for rank in range(dist.get_world_size()):
+            first = rank // tp * tp
+            assert torch.equal(outside[rank], outside[first]) and torch.equal(wholes[rank], wholes[first])
+            assert rank == first or not torch.equal(parts[rank], parts[first])
+            assert first == 0 or not torch.equal(outside[first], outside[0])  # other samples, other places
+        assert before is None or not torch.equal(before, outside[0])
+        before = outside[0]
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_masks_of_ranks_that_share_layers() -> None:
+    masks(2)
+
+
+@pytest.mark.long
+@pytest.mark.ranks(4)
+def test_masks_beside_data_ranks() -> None:
+    """One mask for a group, another one for each data rank (tt-metal-55947)."""
+    masks(2)
+
+
+def losses(recomputed: bool, sequences: bool, name: str, drops: dict[str, float]) -> tuple[list[float], Any]:
+    torch.manual_seed(5)
+    more = {"zero": {"recompute": {"modules": ["*.layers.*" if name != "gpt2" else "*.h.*"]}}} if recomputed else {}
+    json = json_of(2, 1, tensor_parallel={"sequence_parallel": sequences}, **more)
+    engine, *_ = zero.initialize(model=family(name, **drops), config=json)
+    engine.train()
+    found = []
+    for step in range(3):
+        loss = engine(**words(step, 0)).loss
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    weights = {
+        key: zero.utils.safe_get_full_fp32_param(param).clone() for key, param in engine.module.named_parameters()
+    }
+    engine.destroy()
+    return found, weights
+
+
+def same(name: str, sequences: bool, **drops: float) -> None:
+    make = functools.partial(losses, sequences=sequences, name=name, drops=drops)
+    (plain, weights), (again, others) = make(False), make(True)
+    assert plain == pytest.approx(again, abs=1e-6)
+    # Torch's own attention with dropout rounds otherwise when it is recomputed; other masks would be apart by far more.
+    assert max(float((weights[key] - others[key]).abs().max()) for key in weights) <= 1e-6
+
+
+@needs_transformers
+@pytest.mark.ranks(2)
+def test_recomputed_blocks_drop_the_same_places() -> None:
+    same("gpt2", False, resid_pdrop=0.2, attn_pdrop=0.2)
+
+
+@needs_transformers
+@pytest.mark.long
+@pytest.mark.parametrize("sequences", [False, True])
+def test_also_of_other_models(pool: Pool, sequences: bool) -> None:
+    pool.run(2, same, "llama", sequences, attention_dropout=0.3)
+    pool.run(2, same, "qwen3", sequences, attention_dropout=0.3)
