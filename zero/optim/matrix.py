@@ -249,7 +249,7 @@ def replace_matrices(
                 own.setdefault(index, []).append(none.new_empty(parts[at].span.numel))
             there[rank].append(own[index][-1].narrow(0, span.start - start, span.numel))
     # Without parts on several ranks, those beside are left alone.
-    beside = mesh.beside if any(len(each.boxes) > 1 for _, each in matrices) else mesh.world.point()
+    beside = mesh.beside if any(len(each.boxes) > 1 for _, each in matrices) else Axis(None, 1, 0, mesh.beside.native)
     ours = {index: (matrices[index][1], place_of[index][1] % beside.size, each) for index, each in own.items()}
     _there_and_back(here, there, mesh.shard, none, lambda: _replace_shared(ours, beside, none, work))
 
