@@ -54,8 +54,12 @@ SIZES = (  # what fields of a configuration are set to, the first whose pattern 
     (r"(hidden_size|hidden_dim|d_model|embed_dim|n_embd|embedding_dim|.*_hidden_size|.*_hidden_dim)", 64),
     (r"(output_dim|projection_dim|adapter_.*_dim|.*_embed_dim|.*(in|out)put_dims?|output_proj_dims|.*_proj_dims)", 64),
 )
-# What has no default in some.
-MISSING = {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+MISSING = {
+    "head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}  # what has no default in some
 _MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
 
 
@@ -105,37 +109,50 @@ OWN: dict[str, dict[str, Any]] = {  # by types of configurations, what else they
         "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
-    "step3p7_text": {"sliding_window": 4},
+    "step3p5": {"sliding_window": 4},
 }
 
 
-def planned() -> dict[str, list[str]]:
-    """The classes of each family that has a plan, the one to be tried first in front."""
+def planned() -> list[str]:
+    """All families with a plan: of a configuration, or one below it, or of a class."""
+    return [
+        family
+        for family in sorted(families())
+        if _plans(_default(family)) or any(getattr(kind, "_tp_plan", None) for kind in _kinds(family))
+    ]
+
+
+def classes(family: str) -> list[Any]:
+    """The classes of a family, the one to be tried first in front; those of its text model alone come last."""
+    config = _default(family)
+    text = getattr(config, "get_text_config", lambda: config)()
+    return [*_kinds(family), *(_kinds(text.model_type) if text is not config else ())]
+
+
+def _kinds(family: str) -> list[Any]:
     import transformers
+
+    kinds = []
+    for name in families().get(family, ()):
+        with contextlib.suppress(ImportError):  # of a library that is not here
+            if hasattr(kind := getattr(transformers, name, None), "config_class"):
+                kinds.append(kind)
+    return sorted(kinds, key=lambda kind: next(at for at, end in enumerate(KINDS) if kind.__name__.endswith(end)))
+
+
+def _default(family: str) -> Any:
     from transformers import CONFIG_MAPPING
 
-    found: dict[str, list[str]] = {}
-    for family, names in sorted(families().items()):
-        kinds = []
-        for name in sorted(names, key=lambda name: next(at for at, end in enumerate(KINDS) if name.endswith(end))):
-            try:
-                if hasattr(kind := getattr(transformers, name, None), "config_class"):
-                    kinds.append(kind)
-            except ImportError:
-                continue  # of a library that is not here
-        if any(getattr(kind, "_tp_plan", None) for kind in kinds) or (kinds and _plans(kinds[0].config_class)):
-            found[family] = [kind.__name__ for kind in kinds]
-    for family, names in found.items():  # those of its text model alone come last
-        with contextlib.suppress(Exception):
-            text = CONFIG_MAPPING[family]().get_text_config().model_type
-            names += [name for name in found.get(text, ()) if name not in names]
-    return found
+    try:
+        return CONFIG_MAPPING[family]()
+    except Exception:  # Transformers itself does not build the default
+        return None
 
 
 def _plans(config: Any) -> bool:
-    """Whether this class of configurations has a plan, or one of those below it."""
-    below = (getattr(config, "sub_configs", None) or {}).values()
-    return bool(getattr(config, "base_model_tp_plan", None)) or any(_plans(each) for each in below)
+    """Whether this configuration has a plan, or one of those below it."""
+    below = [each for each in getattr(config, "__dict__", {}).values() if hasattr(each, "base_model_tp_plan")]
+    return bool(getattr(config, "base_model_tp_plan", None)) or any(map(_plans, below))
 
 
 def tiny(kind: Any) -> Any:
@@ -230,25 +247,23 @@ def _no_dropout(model: Any) -> None:
                 vars(module)[name] = 0.0 if isinstance(value, float) else value
 
 
-def outcome(family: str, names: list[str]) -> tuple[str, str, str]:
+def outcome(family: str) -> tuple[str, str, str]:
     """Class, what it gives and why; on both ranks."""
-    import transformers
-
     torch.set_grad_enabled(True)
     said = []
-    for name in names:
+    for kind in classes(family):
         try:
-            model, inputs = built(family, kind := getattr(transformers, name))
+            model, inputs = built(family, kind)
         except PlainCannot as error:
-            said.append(str(error))
+            said.append((kind.__name__, "plain", str(error)))
             continue
         try:
-            return (name, *_cut(model, inputs))
+            return (kind.__name__, *_cut(model, inputs))
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             at = " < ".join(f"{Path(each.filename).name}:{each.lineno}" for each in reversed(frames[-5:]))
             return kind.__name__, "fault", f"{_said(error)} [{at}]"
-    return names[0], "plain", said[0]
+    return said[0] if said else ("", "plain", "no class")
 
 
 def _cut(model: Any, inputs: dict[str, Any]) -> tuple[str, str]:
@@ -338,25 +353,26 @@ def _apart_in_64_bits(model: Any, inputs: dict[str, Any], meshes: Any) -> dict[s
     return _apart(loss, found, *wanted)
 
 
-def outcomes(tried: dict[str, list[str]]) -> Iterator[tuple[str, tuple[str, str, str]]]:
+def outcomes(tried: list[str]) -> Iterator[tuple[str, tuple[str, str, str]]]:
     """Families, and what each gives."""
     from ranks import Pool, RankError
 
     pool = Pool(2)
-    for family, names in tried.items():
+    for family in tried:
         try:
-            first, second = pool.run(2, outcome, family, names)
+            first, second = pool.run(2, outcome, family)
             yield family, first if first == second else (first[0], "fault", f"ranks differ: {first}, {second}")
         except RankError as error:
-            yield family, (names[0], "fault", str(error).strip().splitlines()[-1])
+            yield family, ("", "fault", str(error).strip().splitlines()[-1])
     pool.close()
 
 
 if __name__ == "__main__":
-    every, asked = planned(), [word for word in sys.argv[1:] if word != "--write"]
+    asked = [word for word in sys.argv[1:] if word != "--write"]
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    for family, said in outcomes({family: every[family] for family in asked or every}):
+    for family, said in outcomes(asked or planned()):
         print(family, *said, flush=True)
-        table[family] = said
+        table[family] = [*said[:2], said[2][:150]]
         if "--write" in sys.argv:
-            TABLE.write_text(json.dumps(table, indent=0) + "\n")
+            rows = (f"{json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table))
+            TABLE.write_text("{\n" + ",\n".join(rows) + "\n}\n")

@@ -228,7 +228,7 @@ def set_shares(block: Sequence[Layer], scopes: Sequence[nn.Module], config: Any,
 
 
 def _of(config: Any, name: str) -> Any:
-    """What a configuration says; None where it says nothing, or not the same of all layers (a RuntimeError there)."""
+    """What a configuration says, or None; where layers differ in it, one of transformers raises a RuntimeError."""
     with contextlib.suppress(RuntimeError):
         return getattr(config, name, None)
     return None
