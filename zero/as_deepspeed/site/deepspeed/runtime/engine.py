@@ -22,7 +22,7 @@ from torch import nn
 import zero
 from zero.compat.mpu import GridGroups
 from zero.compat.names import instead
-from zero.compat.tensor_parallel import sharing_batches
+from zero.compat.tensor_parallel import sharing_batches, with_whole_head
 from zero.config.read import read
 from zero.engine import pipeline_engine
 from zero.log import log_once
@@ -124,7 +124,7 @@ def _fitting(values: dict[str, Any], model: Any) -> dict[str, Any]:
             if value and not (isinstance(value, Mapping) and value.get("device") in (None, "none")):
                 log_once(logging.WARNING, f"{name}.{key} is left out: {_WHY[key]}")
                 values[name] = here = {other: value for other, value in here.items() if other != key}
-    values = sharing_batches(values, dist.get_world_size())
+    values = with_whole_head(sharing_batches(values, dist.get_world_size()), model)
     if isinstance(model, nn.Module) and not any(param.requires_grad for param in model.parameters()):
         values = {key: value for key, value in values.items() if key not in ("optimizer", "scheduler")}
     return values
