@@ -67,7 +67,7 @@ def test_it_saves_and_resumes(four: Pool, tiny: Path, tmp_path: Path, ranks: int
 
 
 def test_trl_trains_as_one_plain_process(four: Pool, tiny: Path, tmp_path: Path) -> None:
-    """It multiplies by the weight of the head itself, which stays whole; what it counts of tokens is its own (trl-7100)."""
+    """It multiplies by the weight of the head itself, which stays whole; tokens it counts on each rank (trl-7100)."""
     script = Path(importlib.util.find_spec("trl").origin).parent / "scripts" / "sft.py"
     write_rows(tmp_path / "data", "sft")
     config = tmp_path / "zero.json"
