@@ -109,3 +109,31 @@ def test_what_contradicts_tp_model_init_is_refused() -> None:
             zero.tp_model_init(net(), *told)
     with pytest.raises(ValueError, match="and an earlier call"):
         zero.tp_model_init(zero.tp_model_init(net(), 2), 4)
+
+
+def accelerated(told: int, said: int) -> str:
+    """What `Accelerator.prepare` says where ParallelismConfig and the JSON say numbers; else shapes and batches."""
+    from huggingface_cases import filled, opened
+
+    with opened():
+        from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig
+
+        json = filled(1) | {"tensor_parallel": {"partition_config": RULES, "autotp_size": said}}
+        parallel = ParallelismConfig(tp_size=told, dp_shard_size=2 // told)
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=json), parallelism_config=parallel)
+        model = net()
+        loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=1)
+        try:
+            engine, _, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters()), loader)
+        except ValueError as error:
+            return str(error)
+        said = f"{tuple(model[0].weight.shape)} {[int(each) for each in loader]}"
+        accelerator.free_memory()
+        engine.destroy()
+        return said
+
+
+def test_accelerates_own_number_must_be_in_the_json(door: Pool) -> None:
+    """Where it is, ranks that share layers get the same batches."""
+    assert door.run(2, accelerated, 2, 2) == ["(4, 4) [0, 1, 2, 3, 4, 5, 6, 7]"] * 2
+    assert all('say "tensor_parallel": {"autotp_size": 2} there' in said for said in door.run(2, accelerated, 2, 1))

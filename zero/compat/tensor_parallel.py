@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -83,6 +84,29 @@ def _compare(told: _Told, values: Mapping[str, Any]) -> None:
     for key, dtype in _DTYPES.items():
         if lookup(values, f"{key}.enabled") is True and told.dtype not in (None, dtype):
             raise ValueError(f"Conflicting dtype: {key} is enabled, and tp_model_init was told {told.dtype}")
+
+
+def with_whole_head(values: dict[str, Any], model: Any) -> dict[str, Any]:
+    """The JSON with the head left whole of a model in which TRL multiplies by its weight, and does not call it."""
+    section = values.get("tensor_parallel")
+    modules = model.modules() if isinstance(model, nn.Module) and isinstance(section, Mapping) else ()
+    forwards = ((each, getattr(each.__dict__.get("forward"), "__func__", None)) for each in modules)
+    heads = [
+        each.get_output_embeddings()
+        for each, forward in forwards
+        if getattr(forward, "__globals__", {}).get("__name__") == "trl.trainer.utils"
+    ]
+    if not heads:
+        return values
+    named, own = (
+        model.named_parameters(remove_duplicate=False),
+        {id(each) for head in heads for each in head.parameters()},
+    )
+    whole = {"patterns": [re.escape(name) for name, each in named if id(each) in own], "partition_type": "skip"}
+    given = dict(section.get("partition_config") or {})
+    given["layer_specs"] = [*given.get("layer_specs", ()), whole]
+    log_once(logging.INFO, "the head is whole on all ranks: TRL multiplies by its weight itself")
+    return values | {"tensor_parallel": {**section, "partition_config": given}}
 
 
 def sharing_batches(values: dict[str, Any], ranks: int) -> dict[str, Any]:

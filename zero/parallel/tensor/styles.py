@@ -80,7 +80,7 @@ def styles_of(model: nn.Module, section: Any) -> Styles:
     if given.layer_specs or given.strict_mode:
         found = _specified(model, given)
         if given.use_default_specs:
-            ours = _structured(model)
+            ours = _planned(model) or _structured(model)
             skipped = {name for name, style in found.by_name.items() if not style}
             found.by_name.update(
                 {name: style for name, style in ours.by_name.items() if name not in {*found.by_name, *skipped}}
@@ -158,7 +158,7 @@ def _specified(model: nn.Module, given: Any) -> Styles:
     """Of `partition_config`, whose patterns match names of parameters; an empty style for what is to stay whole."""
     styles, packs, named = {}, {}, dict(model.named_modules())
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    for name, param in model.named_parameters():
+    for name, param in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
         spec = next(
             (

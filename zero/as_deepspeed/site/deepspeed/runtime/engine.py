@@ -4,6 +4,7 @@ import functools
 import inspect
 import logging
 import shutil
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import nn
 import zero
 from zero.compat.mpu import GridGroups
 from zero.compat.names import instead
-from zero.compat.tensor_parallel import sharing_batches
+from zero.compat.tensor_parallel import sharing_batches, with_whole_head
 from zero.config.read import read
 from zero.engine import pipeline_engine
 from zero.log import log_once
@@ -78,6 +79,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     for name in ("config", "config_params"):
         if given.get(name) is not None:
             given[name] = _fitting(read(given[name]).values, given.get("model"))
+    if (
+        type(given.get("optimizer")).__name__ == "AcceleratedOptimizer"
+    ):  # so it is beside ParallelismConfig(tp_size=...)
+        given["optimizer"] = given["optimizer"].optimizer
     engine, optimizer, loader, scheduler = zero.initialize(**given)
     _helpers.mpu = given.get("mpu") or _helpers.mpu
     _say_groups(engine, given.get("mpu"))
@@ -124,7 +129,14 @@ def _fitting(values: dict[str, Any], model: Any) -> dict[str, Any]:
             if value and not (isinstance(value, Mapping) and value.get("device") in (None, "none")):
                 log_once(logging.WARNING, f"{name}.{key} is left out: {_WHY[key]}")
                 values[name] = here = {other: value for other, value in here.items() if other != key}
-    values = sharing_batches(values, dist.get_world_size())
+    state = sys.modules.get("accelerate.state")
+    told = getattr(state and state.AcceleratorState._shared_state.get("parallelism_config"), "tp_size", 1)
+    if told not in (None, 1, (values.get("tensor_parallel") or {}).get("autotp_size")):
+        raise ValueError(
+            f"ParallelismConfig(tp_size={told}): Accelerate reads the JSON when it saves; say "
+            f'"tensor_parallel": {{"autotp_size": {told}}} there, too'
+        )
+    values = with_whole_head(sharing_batches(values, dist.get_world_size()), model)
     if isinstance(model, nn.Module) and not any(param.requires_grad for param in model.parameters()):
         values = {key: value for key, value in values.items() if key not in ("optimizer", "scheduler")}
     return values

@@ -98,11 +98,29 @@ def _initialize_whole() -> None:
         return
 
     def initialize_weights(self: Any) -> None:
-        with zero.Init(config=own.deepspeed_config(), enabled=own.is_deepspeed_zero3_enabled()):
+        cut = own.is_deepspeed_zero3_enabled()
+        json = sharing_batches(own.deepspeed_config(), dist.get_world_size()) if cut else None
+        with zero.Init(config=json, enabled=cut):
             plain(self)
 
     models.PreTrainedModel.initialize_weights = initialize_weights
     own.initialize_weights_zero3 = initialize_weights
+    if (converted := getattr(own, "_apply_weight_conversions_to_state_dict", None)) is not None:
+        own._apply_weight_conversions_to_state_dict = _before_cuts(converted, own)
+
+
+def _before_cuts(converted: Callable[..., Any], own: Any) -> Callable[..., Any]:
+    """Have Transformers convert weights that it loads, which it refuses with autotp_size: layers are cut later here."""
+
+    def convert(*args: Any) -> Any:
+        said = own.deepspeed_config
+        own.deepspeed_config = lambda: {key: each for key, each in (said() or {}).items() if key != "tensor_parallel"}
+        try:
+            yield from converted(*args)
+        finally:
+            own.deepspeed_config = said
+
+    return convert
 
 
 def _dtype(values: dict[str, Any]) -> torch.dtype | None:
