@@ -15,11 +15,11 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 53000,
+    "tests": 53300,
     "zero/*.py": 1136,
-    "zero/as_deepspeed": 1559,
+    "zero/as_deepspeed": 1589,
     "zero/checkpoint": 3183,
-    "zero/compat": 1873,
+    "zero/compat": 1897,
     "zero/config": 2552,
     "zero/core": 7613,
     "zero/data": 1075,
@@ -30,7 +30,7 @@ LIMITS = {
     "zero/memory": 1525,
     "zero/monitor": 1188,
     "zero/optim": 2787,
-    "zero/parallel": 5134,
+    "zero/parallel": 5151,
     "zero/plan": 2139,
     "zero/recompute": 1254,
     "zero/sizes": 1751,
@@ -39,7 +39,7 @@ LIMITS = {
     "zero/utils": 428,
     "zero/watchdog": 1549,
 }
-SUM = 114498
+SUM = 114869
 
 
 def parts() -> dict[str, int]:

@@ -18,13 +18,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "tensors_tried.md"
 FAMILIES = json.loads(TABLE.read_text())
 
 
+SOME = [key for at, key in enumerate(sorted(FAMILIES)) if not at % 12 or FAMILIES[key][1] == "refused"]
+
+
 def layers(reason: str) -> list[str]:
     return re.findall(r"'([a-z_0-9.]+)'", reason)[:1]
 
 
 @needs_transformers
 @pytest.mark.long
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", SOME)  # tensor_families.py tries all, for a quarter of an hour
 def test_a_family_gives_what_the_table_says(pool: Pool, family: str) -> None:
     first, second = pool.run(2, outcome, family)
     name, what, why = FAMILIES[family]
