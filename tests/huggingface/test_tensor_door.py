@@ -97,7 +97,7 @@ def test_what_contradicts_tp_model_init_is_refused() -> None:
             {"tp_group": alone},
             {},
             two,
-            r"tp_model_init\(tp_group=...\): got ranks \[.\]; wanted neighbours, \[0, 1",
+            r"tp_model_init\(tp_group=...\): got ranks \[.\]; wanted 2 from 0 on",
         ),
     ]
     for told, more, given, json, said in cases:

@@ -36,9 +36,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any
         raise ValueError(f"tp_model_init(tp_size=...): got {tp_size!r}; wanted an integer of at least 1")
     told = _Told(tp_size, dtype, kwargs.get("tp_group"))
     if model.__dict__.get(_TOLD, told)[:2] != told[:2]:
-        raise ValueError(
-            f"tp_model_init: got {told[:2]}, and an earlier call for this model {model.__dict__[_TOLD][:2]}"
-        )
+        raise ValueError(f"tp_model_init: got {told[:2]}, and an earlier call {model.__dict__[_TOLD][:2]}; keep one")
     if isinstance(config, Mapping):
         _compare(told, config)
     model.__dict__[_TOLD] = told
@@ -59,15 +57,9 @@ def told_sizes(model: nn.Module, values: Mapping[str, Any], mpu: Any) -> dict[st
         if told.group is not None and mpu is not None:
             raise ValueError("tp_model_init provided tp_group, and initialize() got mpu; keep one of the two")
         if told.group is not None:
-            rank = dist.get_rank()
-            wanted, found = (
-                range(rank // size * size, (rank // size + 1) * size),
-                dist.get_process_group_ranks(told.group),
-            )
-            if found != list(wanted):
-                raise ValueError(
-                    f"tp_model_init(tp_group=...): got ranks {found}; wanted neighbours, {list(wanted)} here"
-                )
+            first = dist.get_rank() // size * size
+            if (found := dist.get_process_group_ranks(told.group)) != [*range(first, first + size)]:
+                raise ValueError(f"tp_model_init(tp_group=...): got ranks {found}; wanted {size} from {first} on")
     return {"tp": size} if size > 1 else {}
 
 
@@ -88,25 +80,20 @@ def _compare(told: _Told, values: Mapping[str, Any]) -> None:
 
 def with_whole_head(values: dict[str, Any], model: Any) -> dict[str, Any]:
     """The JSON with the head left whole of a model in which TRL multiplies by its weight, and does not call it."""
-    section = values.get("tensor_parallel")
-    modules = model.modules() if isinstance(model, nn.Module) and isinstance(section, Mapping) else ()
-    forwards = ((each, getattr(each.__dict__.get("forward"), "__func__", None)) for each in modules)
-    heads = [
-        each.get_output_embeddings()
-        for each, forward in forwards
-        if getattr(forward, "__globals__", {}).get("__name__") == "trl.trainer.utils"
-    ]
-    if not heads:
+    cut = isinstance(model, nn.Module) and max(_sizes(values).values(), default=1) > 1
+    own: set[int] = set()
+    for each in model.modules() if cut else ():
+        forward = getattr(each.__dict__.get("forward"), "__func__", None)
+        if getattr(forward, "__globals__", {}).get("__name__") == "trl.trainer.utils":
+            own |= {id(param) for param in each.get_output_embeddings().parameters()}
+    if not own:
         return values
-    named, own = (
-        model.named_parameters(remove_duplicate=False),
-        {id(each) for head in heads for each in head.parameters()},
-    )
-    whole = {"patterns": [re.escape(name) for name, each in named if id(each) in own], "partition_type": "skip"}
-    given = dict(section.get("partition_config") or {})
-    given["layer_specs"] = [*given.get("layer_specs", ()), whole]
-    log_once(logging.INFO, "the head is whole on all ranks: TRL multiplies by its weight itself")
-    return values | {"tensor_parallel": {**section, "partition_config": given}}
+    named = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in own]
+    log_once(logging.INFO, f"{', '.join(named)}: whole on all ranks, as TRL multiplies by the weight itself")
+    given = dict(values["tensor_parallel"].get("partition_config") or {})
+    whole = {"patterns": [re.escape(name) for name in named], "partition_type": "skip"}
+    given["layer_specs"] = [whole, *given.get("layer_specs", ())]  # the first that matches holds
+    return values | {"tensor_parallel": {**values["tensor_parallel"], "partition_config": given}}
 
 
 def sharing_batches(values: dict[str, Any], ranks: int) -> dict[str, Any]:
