@@ -177,6 +177,8 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         if unit.index not in self._known:
             found = self._known[unit.index] = []
             for spec, param in zip(unit.plan.params, unit.params, strict=True):
+                if not spec.full_numel:
+                    continue
                 cut, rank = spec.cut or Cut(tuple(param.shape), (whole(param.shape),)), unit.mesh.beside.rank
                 boxes = dict(enumerate(cut.every)) or {rank: cut.boxes}
                 start = unit.plan.layout.spans[spec.name].start

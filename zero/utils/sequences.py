@@ -17,5 +17,5 @@ def cut_sequence(engine: Any, whole: torch.Tensor, *, shift: bool = False, fill:
     """
     if shift:
         whole = pad(whole[:, 1:], (0, 0) * (whole.ndim - 2) + (0, 1), value=fill)
-    sharing = engine._training.sharing
+    sharing = engine._training.forms.sharing
     return whole if sharing is None else sharing.piece(whole, fill)
