@@ -10,8 +10,9 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from cut_models import Integers, integers, json_of, place_of, plain, trained
+from cut_models import MLP, Integers, integers, json_of, place_of, plain, trained
 from ranks import Pool
+from torch import nn
 
 
 def one(heads: int, key_heads: int, tied: bool, tp: int, stage: int, sequences: bool) -> None:
@@ -46,6 +47,39 @@ CASES = {
 def test_two_ranks_at_stage_3_with_cut_sequences_and_at_stage_0_without() -> None:
     one(6, 3, True, 2, 3, True)
     one(4, 1, False, 2, 0, False)
+
+
+class Twice(nn.Module):
+    """A part of a block that has two sums over ranks, of which the first is read by what makes the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MLP(4), MLP(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def twice() -> Integers:
+    model = Integers()
+    generator = torch.Generator().manual_seed(6)
+    for block in model.blocks:
+        block.mlp = Twice()
+        with torch.no_grad():
+            for param in block.mlp.parameters():
+                param.copy_(torch.randint(-1, 2, param.shape, generator=generator))
+    return model
+
+
+@pytest.mark.ranks(2)
+def test_two_sums_in_one_part_of_a_block_with_cut_sequences() -> None:
+    """From the second step on one sum that a part gives is split at once: not so the first of two."""
+    json = json_of(2, 0, tensor_parallel={"sequence_parallel": True})
+    json["optimizer"]["params"]["lr"] = 2.0**-9
+    found = trained(twice, json, integers, 0, steps=2)
+    alone = trained(twice, json | {"tensor_parallel": {"autotp_size": 2}}, integers, 0, steps=2)
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-6)  # of the second step sums round
+    assert found["losses"][0] == plain(twice, integers)["loss"]
 
 
 @pytest.mark.long

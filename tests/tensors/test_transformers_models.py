@@ -24,7 +24,7 @@ def equal(name: str, tp: int, stage: int, sequences: bool = False, **more: int) 
     found, wanted = trained(make, json, words, place_of(tp)), plain(make, words, dp)
     loss = torch.tensor(found["losses"], dtype=torch.float64)
     dist.all_reduce(loss)
-    assert abs(loss.item() / dist.get_world_size() - wanted["loss"]) <= CLOSE
+    assert loss.item() / dist.get_world_size() == pytest.approx(wanted["loss"], rel=CLOSE)
     squares = 0.0
     for key, grad in wanted["grads"].items():
         grad = torch.zeros_like(found["grads"][key]) if grad is None else grad

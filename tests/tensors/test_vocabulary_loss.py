@@ -132,4 +132,4 @@ def test_a_model_of_transformers_with_a_tiled_loss() -> None:
     first = model(**words(0, 0)).loss.item()
     (losses, weights), (others, same) = tiled(2, 3), tiled(2, 0)
     assert losses == others and all(torch.equal(weights[name], same[name]) for name in weights)
-    assert losses[0] == pytest.approx(first, abs=1e-6)
+    assert losses[0] == pytest.approx(first, rel=1e-6)

@@ -111,6 +111,9 @@ def graphs(file: File) -> Iterator[str]:
         "sequence_parallel_size above 1, whose attention sends from the host; keep one of the two": (
             file.sequence_parallel_size > 1
         ),
+        "tensor_parallel.autotp_size above 1, whose layers send from the host; keep one of the two": (
+            max(file.tensor_parallel.autotp_size, file.tensor_parallel.tp.tp_size) > 1
+        ),
     }
     if file.graph_harvesting:
         yield from (f"graph_harvesting: got true with {text}" for text, there in why.items() if there)
@@ -133,6 +136,8 @@ def forms(file: File, grid: Grid, refused: Collection[str]) -> Iterator[str]:
         yield f"{', '.join(named)}: is not planned for yet; leave it out here, only training takes it"
     if file.zero_optimization.zero_hpz_partition_size > 1 and (size := grid.size("pp", "tp")) > 1:
         yield f"{_HPZ}: got more than 1 with pp x tp {size}; keep one of the two"
+    if file.tensor_parallel.broadcast_batch and grid.size("pp") > 1:
+        yield "tensor_parallel.broadcast_batch: is not there for stages of a pipeline, which read batches themselves"
 
 
 def fused(file: File) -> Iterator[str]:

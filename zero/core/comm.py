@@ -46,8 +46,8 @@ KINDS, TURNS = TAGS // 2, 1 << 8
 DEAL_TAG = FIRST_TAG - 1  # what is dealt follows one order, so that one tag is enough
 
 # torch 2.13 renamed both and warns on the old names; older releases have only those.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending(NamedTuple):
@@ -107,11 +107,11 @@ def _gather_native(full: torch.Tensor, axis: Axis, pending: Pending, rows: int) 
     # NCCL sends from GPU memory only; a model that is being built may lie elsewhere.
     there = full if full.is_cuda else full.to(local_device())
     if rows == 1:
-        work = _all_gather(there, _slice(there, axis, axis.rank), group=axis.group, async_op=True)
+        work = all_gather_single(there, _slice(there, axis, axis.rank), group=axis.group, async_op=True)
         return Transfer((work,), full, None if there is full else there, pending)
     own = there.view(rows, axis.size, -1)[:, axis.rank].contiguous()
     received = torch.empty_like(there)  # by rank first
-    work = _all_gather(received, own.view(-1), group=axis.group, async_op=True)
+    work = all_gather_single(received, own.view(-1), group=axis.group, async_op=True)
     return Transfer((work,), full, received.view(axis.size, rows, -1).transpose(0, 1), pending)
 
 
@@ -176,7 +176,7 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
         return Inbox(flat, received.chunk(axis.size), ((work,),), (), max(1, numel), pending, pairwise)
     if axis.native:
         own = torch.empty(numel, dtype=flat.dtype, device=flat.device)
-        work = _reduce_scatter(own, flat, group=axis.reducing_group, async_op=True)
+        work = reduce_scatter_single(own, flat, group=axis.reducing_group, async_op=True)
         return Inbox(flat, (own,), ((work,),), (), max(1, numel), pending)
     tag = _own_tag(tag, axis)
     flat = flat.cpu()  # no copy but for CUDA: gloo sends from host memory only
@@ -355,7 +355,7 @@ def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm"
     collective = axis.watchdog.begin(what, "", _sent(out, axis), axis.ranks)
     with axis.watchdog.sending(collective):
         if axis.native:
-            works = [_all_gather(out.view(-1), values.contiguous(), group=axis.group, async_op=True)]
+            works = [all_gather_single(out.view(-1), values.contiguous(), group=axis.group, async_op=True)]
         else:
             out[axis.rank] = values.reshape(-1)
             works = _trade([out[axis.rank]] * axis.size, out, axis, collective)

@@ -295,9 +295,10 @@ class Engine(DeepSpeedGetters, nn.Module):
                 optimizer.finish()
             self._undo_parts()
             failed = optimizer is not None and optimizer.failure is not None
-            sharded.dissolve(failed or sharded.world.watchdog.broken)
+            alone = failed or sharded.world.watchdog.broken
+            sharded.dissolve(alone)
             if self._training.forms.tensors is not None:
-                self._training.forms.tensors.restore(alone=sharded.world.watchdog.broken)
+                self._training.forms.tensors.restore(alone)
             if optimizer is not None:
                 self._training.conclude()
             self._progress.log_end()

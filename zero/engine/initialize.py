@@ -79,6 +79,7 @@ from zero.plan.sharding import Sharding
 from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
 
+_DIFFER = "the ranks do not initialize the same engine"
 _CHECKS = {"optimizer": optimizer_type_problems, "scheduler": schedule_problems}
 
 
@@ -215,12 +216,14 @@ def _make_engine(
     shard_size, cp = data.sharded_over(settings), settings.sequence_parallel_size
     same = {"shard_size": shard_size, "zero_hpz_partition_size": settings.secondary_shard_size}
     world = make_world(zero.timeout, zero.check_order, data.group, same)
-    sharded = sharing = tensors = None
+    sharded = sharing = None
     try:
         meshes = Meshes(world, settings.grid, sharding, settings.secondary_shard_size, zero.reduce, zero.timeout)
         with world.watchdog.call(Phase.INITIALIZE):
+            _refuse(model, groups, settings, sharding, world)
+            # What fails from here on leaves it cut, whole layers being on no rank; the next call goes on with that.
             tensors = None if plan is None else cut_model(model, plan, meshes, settings.tensor_parallel)
-            _agree(model, groups, settings, sharding, world, meshes)
+            _agree(model, groups, world, meshes)
             if (other := sharer(model, settings)) is not None and zero_optimizer is None:
                 world.watchdog.close()
                 return follower(other)
@@ -237,6 +240,8 @@ def _make_engine(
             if cp > 1:
                 how = zero.context, not data.cuts_sequences, data.training_only, settings.grid.size("pp") == 1
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
+            if tensors is not None:
+                tensors.attach(meshes, settings.tensor_parallel)
             over = meshes.along(*DATA)
             made_by = Engine if stages is None else PipelineEngine
             parts = over, Forms(sharing, tensors), stages
@@ -247,8 +252,6 @@ def _make_engine(
             sharing.close()
         if sharded is not None:
             sharded.dissolve(world.watchdog.broken)
-        if tensors is not None:
-            tensors.restore(alone=True)
         world.watchdog.close()
         raise
     engine._progress.log_start()
@@ -256,28 +259,29 @@ def _make_engine(
     return engine
 
 
-def _agree(
-    model: nn.Module, groups: Groups, settings: Config, sharding: Sharding, world: World, meshes: Meshes
-) -> None:
-    """Raise ValueError on all ranks where no engine can be made, or they would not make the same; collective.
-
-    All ranks make the meshes of all, though they may hold different units.
-    """
+def _refuse(model: nn.Module, groups: Groups, settings: Config, sharding: Sharding, world: World) -> None:
+    """Raise ValueError on all ranks where no engine can be made, or of different settings; collective."""
     leaf = settings.zero_optimization.leaf_module
     mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
     refused = refusals(model, bool(groups), sharding.params or is_enabled(settings.zero_optimization))
     refused += unwritable(settings.zero.alarm)
-    what = "the ranks do not initialize the same engine"
-    alike(refused or described_config(settings), world, what)
+    alike(refused or described_config(settings), world, _DIFFER)
     if refused:
         raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
+
+
+def _agree(model: nn.Module, groups: Groups, world: World, meshes: Meshes) -> None:
+    """Raise ValueError on all ranks where they have not the parameters of one engine; collective.
+
+    All ranks make the meshes of all, though they may hold different units.
+    """
     lines = described_parameters(model, groups)
     said = agree([[*lines], digest_of([name for name, _ in model.named_parameters()])], world)
     used = dict.fromkeys(UnitAxes(*map(tuple, each)) for found, _ in said for each in found)
     if groups and not used:
         raise ValueError("initialize(): no rank has a parameter, so there is nothing to optimize")
     for axes in used:
-        alike(lines.get(axes, ()), world, what, groups=meshes.alike(axes))
+        alike(lines.get(axes, ()), world, _DIFFER, groups=meshes.alike(axes))
         meshes.of(axes)
     named = {name for axes in used for names in axes for name in names}
     named |= {"pp"} if len({names for _, names in said}) > 1 else set()

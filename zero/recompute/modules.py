@@ -7,7 +7,6 @@ names do not change, and the backward gathers a unit once, for the recomputation
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 from zero.config.sections import ActivationCheckpointing, Recompute
 from zero.core.kinds import kinds_of
+from zero.core.replaced_forward import ReplacedForward
 from zero.core.world import Axis
 from zero.log import rank_zero
 from zero.plan.patterns import outermost
@@ -30,8 +30,8 @@ from zero.recompute.selective import Selective
 Forward = Callable[..., Any]
 
 
-class Recomputed:
-    """Replaces the forward of one module. Copies of the module, also in files, get the plain forward.
+class Recomputed(ReplacedForward):
+    """Replaces the forward of one module.
 
     inner: the forward that is run, and recomputed; around: functions that return contexts for it; policy: what is kept;
     auto: measures calls until a policy is chosen, else None.
@@ -40,16 +40,12 @@ class Recomputed:
     def __init__(self, module: nn.Module, name: str, number: int, every: int, inputs: InputStore) -> None:
         self.policy = Policy.FULL
         self.auto: Auto | None = None
-        self._module = module
+        super().__init__(module)
         self._number = number
-        self._plain: Forward = module.forward
-        self._own = "forward" in module.__dict__
-        self.inner = self._plain
+        self.inner: Forward = self.plain
         self.around: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
         self._selective = Selective(name, every)
         self._inputs = inputs
-        functools.update_wrapper(self, self._plain, updated=())  # for code that reads the names of its arguments
-        module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; if it builds a graph, keep what the policy says."""
@@ -57,13 +53,13 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self.auto is not None and not torch.compiler.is_compiling():
-            done, out = self.auto.call(self._number, self._module, forward, args, kwargs)
+            done, out = self.auto.call(self._number, self.module, forward, args, kwargs)
             if done:
                 return out
         if self.policy is Policy.NONE:
             return forward(*args, **kwargs)
         contexts = self._selective.contexts if self.policy is Policy.SELECTIVE else None
-        return recomputed(forward, args, kwargs, self._inputs, contexts, self._module)
+        return recomputed(forward, args, kwargs, self._inputs, contexts, self.module)
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
@@ -71,26 +67,13 @@ class Recomputed:
                 stack.enter_context(around())
             return self.inner(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """The replacement in copies and saved files; used by `copy.deepcopy` and by `torch.save`."""
-        # The copy of the module has no `forward` attribute yet when this is called, so it finds that of its class.
-        return (_itself, (self._plain,)) if self._own else (getattr, (self._module, "forward"))
-
     def compile(self, compiler: Callable[[Forward], Forward]) -> None:
         """Compile the inner forward; recomputation stays outside of it."""
-        self.inner = compiler(self._plain)
+        self.inner = compiler(self.plain)
 
     def undo_compile(self) -> None:
         """Run the plain forward again."""
-        self.inner = self._plain
-
-    def undo(self) -> None:
-        """Restore the module's own forward."""
-        if self._module.__dict__.get("forward") is self:
-            if self._own:
-                self._module.forward = self._plain
-            else:
-                del self._module.forward
+        self.inner = self.plain
 
 
 class Recomputing:
@@ -157,7 +140,3 @@ class Recomputing:
             module.undo()
         self.modules = []
         self.inputs.buffers.close()
-
-
-def _itself(value: Any) -> Any:
-    return value

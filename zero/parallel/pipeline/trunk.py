@@ -31,10 +31,11 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def is_pretrained(model: nn.Module) -> bool:
     """Whether it is a model of transformers, or adapters of PEFT around one."""
-    return any(not name or hasattr(model, "peft_config") for name, _ in _pretrained(model))
+    return any(not name or hasattr(model, "peft_config") for name, _ in pretrained(model))
 
 
-def _pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The names and the models of transformers that this is, or has inside."""
     for name, module in model.named_modules():
         if any((each.__module__, each.__name__) == _PRETRAINED for each in type(module).__mro__):
             yield name, module
@@ -58,7 +59,7 @@ class Trunk(Divided):
             return
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             self._refuse("its adapter puts virtual tokens in front of the texts; take one inside of blocks (LoRA)")
-        inside, theirs = next(_pretrained(model))
+        inside, theirs = next(pretrained(model))
         self._base, self._blocks = theirs.base_model, layers(model)
         path = f"{inside}." if inside else ""
         path += "" if self._base is theirs else f"{theirs.base_model_prefix}."

@@ -40,21 +40,25 @@ class CutModel:
         self._changed: list[tuple[nn.Module, str, Any]] = []
         self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []
         self.sections: list[Section] = []
-        try:
-            if self.axis.size > 1:
-                self._cut(meshes)
-            self._replace()
-        except BaseException:
-            self._undo()
-            raise
-        self._first = FirstStep(model, plan, self.axis) if self.axis.size > 1 else None
+        self._first: FirstStep | None = None
+        self.whole = False  # whether all of it is as planned: else parameters are in parts, and no layer knows
+        if self.axis.size > 1:  # before anything is changed
+            _refuse_graphs({name: place.param for name, place in plan.places.items() if place.cut is not None})
         model.__dict__[_RECORD] = self
+        if self.axis.size > 1:
+            self._cut(meshes)
+        self._replace()
+        if self.axis.size > 1:
+            self._first = FirstStep(model, plan, self.axis)
+        self.whole = True
 
-    def attach(self, meshes: Meshes) -> None:
-        """The model has another engine, whose ranks are the same."""
-        self.axis = meshes.along("tp")
+    def attach(self, meshes: Meshes, section: TensorParallel) -> None:
+        """The model has an engine, perhaps another one than before, whose ranks are the same."""
+        self.axis, self._broadcasts = meshes.along("tp"), section.broadcast_batch
         for forward in self._forwards:
             forward.axis = self.axis
+        if self._first is not None:
+            self._first.axis = self.axis
 
     def begin(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
         """The batch of a forward, which ranks along the axis share; the first is compared, or all are sent."""
@@ -82,7 +86,6 @@ class CutModel:
                 section.scatters = section.learned
 
     def _cut(self, meshes: Meshes) -> None:
-        _refuse_graphs({name: place.param for name, place in self.plan.places.items() if place.cut is not None})
         for name, param in list(self._model.named_parameters()):
             place, owner = self.plan.places.get(name), owner_of(param)
             deferred = owner.unit if owner is not None and isinstance(owner.unit, DeferredParam) else None
@@ -183,10 +186,12 @@ def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutMo
         return None
     if (before := model.__dict__.get(_RECORD)) is not None:
         blocks = settings.tensor_parallel.blocks * (settings.tensor_parallel.reduce == "tree")
-        if (before.plan.rank, before.plan.ranks, before.blocks) != (ranks.index(rank), len(ranks), blocks):
+        same = (before.plan.rank, before.plan.ranks, before.blocks) == (ranks.index(rank), len(ranks), blocks)
+        if not (same and before.whole):
             raise ValueError(
-                f"initialize(): an engine that was dropped has cut this model over {before.plan.ranks} ranks, and this "
-                "JSON says otherwise; call destroy() of an engine before another one is made"
+                f"initialize(): this model was cut over {before.plan.ranks} ranks, for an engine that was dropped or "
+                "could not be made, and this JSON says otherwise, or not all of it was cut; make the model anew, and "
+                "call destroy() of an engine before another one is made"
             )
         return before
     if any(cut_of(param) is not None for param in model.parameters()):
@@ -198,11 +203,8 @@ def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutMo
 
 
 def cut_model(model: nn.Module, plan: TensorPlan | CutModel, meshes: Meshes, section: TensorParallel) -> CutModel:
-    """Cut a model as planned; collective."""
-    if isinstance(plan, CutModel):
-        plan.attach(meshes)
-        return plan
-    return CutModel(model, plan, meshes, section)
+    """Cut a model as planned, unless it is; collective."""
+    return plan if isinstance(plan, CutModel) else CutModel(model, plan, meshes, section)
 
 
 def _refuse_graphs(params: dict[str, nn.Parameter]) -> None:

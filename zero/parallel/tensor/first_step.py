@@ -25,7 +25,7 @@ class FirstStep:
     """Watches the first backward of a model: which parameters have the same gradients on all ranks along the axis."""
 
     def __init__(self, model: nn.Module, plan: TensorPlan, axis: Axis) -> None:
-        self._axis = axis
+        self.axis = axis
         self._sums = {name: place.said for name, place in plan.places.items() if place.cut is None}
         cut = {name for name, place in plan.places.items() if place.cut is not None}
         self._seen: dict[str, Tensor] = {}
@@ -59,8 +59,8 @@ class FirstStep:
             return
         zeros = torch.zeros(2, dtype=torch.float64)
         rows = torch.stack([self._seen.get(name, zeros).cpu() for name in self._errors]).flatten()
-        found = comm.gather_scalars(rows, self._axis, "first gradients of layers").view(self._axis.size, -1, 2)
-        errors = agree(dict(self._errors), self._axis)
+        found = comm.gather_scalars(rows, self.axis, "first gradients of layers").view(self.axis.size, -1, 2)
+        errors = agree(dict(self._errors), self.axis)
         for at, name in enumerate(self._errors):
             squares, signed = found[:, at].unbind(1)
             norm, error = float(squares.max()) ** 0.5, max(each[name] for each in errors)
@@ -74,7 +74,7 @@ class FirstStep:
             if name not in self._sums and apart > error * norm:
                 norms = ", ".join(f"{float(each) ** 0.5:.6g}" for each in squares)
                 raise RuntimeError(
-                    f"tensor_parallel: parameter '{name}' is whole on {self._axis.size} ranks, and its gradient is not "
+                    f"tensor_parallel: parameter '{name}' is whole on {self.axis.size} ranks, and its gradient is not "
                     f"the same on them (norms {norms}): ranks see different parts of what it works on, or different "
                     "batches. Say 'replicated_with_grad_allreduce' of its module in the plan, and gradients are summed"
                 )

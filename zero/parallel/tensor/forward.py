@@ -6,28 +6,25 @@ Only `forward` of the instance is replaced, inside of recomputation, so modules 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero.core.replaced_forward import ReplacedForward
 from zero.core.world import Axis
 from zero.parallel.tensor import moves
 from zero.parallel.tensor.layers import Layer
 from zero.plan.tensors import sizes_of
 
 
-class Replaced:
-    """The forward of one module is this one's `run`, until `undo`; copies of the module get the plain one."""
+class Replaced(ReplacedForward):
+    """The forward of one module is this one's `run`, in which tensors are moved along the axis."""
 
     def __init__(self, module: nn.Module, axis: Axis) -> None:
-        self.module, self.axis = module, axis
-        self.plain: Callable[..., Any] = module.forward
-        self._own = "forward" in module.__dict__
-        functools.update_wrapper(self, self.plain, updated=())  # for code that reads the names of its arguments
-        module.forward = self
+        super().__init__(module)
+        self.axis = axis
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own forward, of which the first argument is the tensor that is moved."""
@@ -44,18 +41,6 @@ class Replaced:
     def call(self, x: Any, args: Any, kwargs: dict[str, Any], name: str) -> Any:
         """The module's own forward."""
         return self.plain(**{**kwargs, name: x}) if name else self.plain(x, *args, **kwargs)
-
-    def undo(self) -> None:
-        """Restore the module's own forward."""
-        if self.module.__dict__.get("forward") is self:
-            if self._own:
-                self.module.forward = self.plain
-            else:
-                del self.module.forward
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """The replacement in copies and saved files."""
-        return (_itself, (self.plain,)) if self._own else (getattr, (self.module, "forward"))
 
 
 class Scope(Replaced):
@@ -126,12 +111,12 @@ class CutForward(Replaced):
             x = moves.copied(x, self.axis)
             args, kwargs = self._routed(args, kwargs)
         regions = self._scope.regions if self._scope is not None and self.module.training else None
-        if regions is not None and style.gives == "sum":
-            regions.leave()
+        if regions is not None and style.takes == "copy":
+            regions.leave()  # another layer of the block may have begun one, and what an adapter drops here is whole
         with self._biases():
             out = self.call(x, args, kwargs, name)
-        if regions is not None and style.takes == "copy":
-            regions.enter()
+        if regions is not None:
+            (regions.enter if style.takes == "copy" else regions.leave)()
         if outside is not None:
             out = out.masked_fill(outside[..., None], 0)
         return self._given(out)
@@ -177,14 +162,14 @@ class CutForward(Replaced):
 class Section(Scope):
     """A module inside of which sequences are whole, while around it each rank has a part of them (dim 1).
 
-    learned: whether what it gives is the sum of partial ones, as it is; then it is summed and split at once, from the
-    first step on: what is recomputed until then must do as before.
+    learned: whether what it gives is the only sum of partial ones in it, as it is; then that is summed and split at
+    once, from the first step on: what is recomputed until then must do as before.
     """
 
     def __init__(self, module: nn.Module, axis: Axis, regions: Regions | None, trunk: Trunk) -> None:
         super().__init__(module, axis, regions)
         self._trunk = trunk
-        self._last: Tensor | None = None
+        self._sums: list[Tensor] = []
         self.scatters = self.learned = False
 
     @property
@@ -198,27 +183,29 @@ class Section(Scope):
             return super().run(x, args, kwargs, name)
         sizes = [x.shape[1]] * self.axis.size
         whole = moves.gathered(x, self.axis, 1, sizes)
-        self._last = None
+        self._sums = []
         self.keep(whole, moves.regathered(x, whole.detach(), self.axis, 1, sizes))
         out = super().run(whole, args, kwargs, name)
-        first, last = (out if isinstance(out, Tensor) else out[0]), self._last
-        self._last = None
+        first = out if isinstance(out, Tensor) else out[0]
+        alone = len(self._sums) == 1 and first is self._sums[0]  # what another layer inside reads must be whole
+        self._sums = []
         if self.scatters:
-            if first is not last:
+            if not alone:
                 raise RuntimeError(
                     f"tensor_parallel.sequence_parallel: {type(self.module).__name__} gave another tensor than the sum "
                     "of its last layer, as it did in the first step; set sequence_parallel to false"
                 )
             return out
-        self.learned = first is last
+        self.learned = alone
         first = moves.split(first, self.axis, 1, sizes_of(first.shape[1], self.axis.size))
         return first if isinstance(out, Tensor) else (first, *out[1:])
 
     def summed(self, out: Tensor) -> Tensor:
         """The sum of partial ones, or this rank's part of it."""
         sizes = sizes_of(out.shape[1], self.axis.size)
-        self._last = moves.summed_and_split(out, self.axis, 1, sizes) if self.scatters else moves.summed(out, self.axis)
-        return self._last
+        out = moves.summed_and_split(out, self.axis, 1, sizes) if self.scatters else moves.summed(out, self.axis)
+        self._sums.append(out)
+        return out
 
 
 class Trunk:
@@ -295,7 +282,3 @@ def has_dropout(modules: Sequence[nn.Module]) -> bool:
         for each in modules
         for name, value in vars(each).items()
     )
-
-
-def _itself(forward: Any) -> Any:
-    return forward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -80,12 +81,12 @@ class Layer:
         """Elements along the cut dim, of all ranks."""
         return sum(self.packs)
 
-    @property
+    @functools.cached_property
     def part(self) -> tuple[int, int]:
         """Where this rank's part of the cut dim begins, of one tensor, and its elements of all that are fused."""
         return self.share.of(self.numel)[0], sum(self.share.of(pack)[1] for pack in self.packs)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> list[int]:
         """Elements along the cut dim that each rank has."""
         shares = (share_of(self.share.groups, rank, self.ranks) for rank in range(self.ranks))

@@ -14,11 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero.core.comm import all_gather_single, reduce_scatter_single
 from zero.core.world import Axis
-
-# torch 2.13 renamed both and warns on the old names; older releases have only those.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def copied(x: Tensor, axis: Axis) -> Tensor:
@@ -80,7 +77,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     out = sent.new_empty(axis.size * most, *sent.shape[1:])
     collective = axis.watchdog.begin("layer gather", "", sent.nbytes * (axis.size - 1), axis.ranks, attends=True)
     with axis.watchdog.sending(collective):
-        work = _all_gather(out, sent, group=axis.group, async_op=True)
+        work = all_gather_single(out, sent, group=axis.group, async_op=True)
     axis.watchdog.wait((work,), collective)
     if min(sizes) < most:
         out = torch.cat([part[:size] for part, size in zip(out.split(most), sizes, strict=True)])
@@ -102,7 +99,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Ten
     out = sent.new_empty(most, *sent.shape[1:])
     collective = axis.watchdog.begin("layer scatter", "", out.nbytes * (axis.size - 1), axis.ranks, attends=True)
     with axis.watchdog.sending(collective):
-        work = _reduce_scatter(out, sent, group=axis.group, async_op=True)
+        work = reduce_scatter_single(out, sent, group=axis.group, async_op=True)
     axis.watchdog.wait((work,), collective)
     return out[: sizes[axis.rank]].to(x.device).movedim(0, dim).contiguous()
 
@@ -163,15 +160,11 @@ class _Split(torch.autograd.Function):
         return all_gather(grad, *ctx.how), None, None, None
 
 
-class _SummedAndSplit(torch.autograd.Function):
+class _SummedAndSplit(_Split):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.how = axis, dim, sizes
         return reduce_scatter(x, axis, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return all_gather(grad, *ctx.how), None, None, None
 
 
 class _Regathered(torch.autograd.Function):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from zero.parallel.pipeline.partition import layers as blocks_of
 from zero.parallel.tensor.layers import Layer, Slot, base_of, set_shares
 from zero.parallel.tensor.styles import Styles, linears_of, pretrained, styles_of
 from zero.plan.cut import Cut
@@ -62,24 +63,6 @@ class TensorPlan:
         for block in self.blocks:
             yield from block.layers
         yield from self.alone
-
-    def lines(self, model: nn.Module) -> list[str]:
-        """What is cut, how, and what not and why, in lines; layers of the same kind on one."""
-        said: dict[str, list[str]] = {}
-        for layer in self.layers:
-            if layer.divided:
-                shape = "x".join(map(str, layer.main.param.shape))
-                text = f"cut as {layer.styled}: {shape}, {layer.share.groups} groups over {layer.ranks} ranks"
-                said.setdefault(f"{_generic(layer.name)}: {text}", []).append(layer.name)
-        cut = {layer.name for layer in self.layers if layer.divided}
-        for name, module in linears_of(model):
-            if name not in cut:
-                said.setdefault(f"{_generic(name)}: whole on all ranks, {_why(module)}", []).append(name)
-        for name, module in model.named_modules():
-            if isinstance(module, nn.MultiheadAttention):
-                text = "whole on all ranks, its forward reads its weights itself"
-                said.setdefault(f"{_generic(name)}: {text}", []).append(name)
-        return [f"{text} ({len(names)})" if len(names) > 1 else text for text, names in said.items()]
 
 
 def tensor_plan(model: nn.Module, section: Any, rank: int, ranks: int) -> TensorPlan:
@@ -162,7 +145,8 @@ def _norms_of_heads(blocks: list[Block], named: Mapping[str, nn.Module], styles:
         scope = named[block.scope]
         width = 0 if hasattr(scope, "qk_head_dim") else getattr(scope, "head_dim", 0)
         for name, child in scope.named_children():
-            path, params = f"{block.scope}.{name}", list(child._parameters.values())
+            path = f"{block.scope}.{name}" if block.scope else name
+            params = list(child._parameters.values())
             if (
                 "norm" in name
                 and path not in styles.by_name
@@ -245,8 +229,6 @@ def _place(plan: TensorPlan, name: str, layer: Layer, slot: Slot) -> None:
 
 def _cut_sequences(model: nn.Module, plan: TensorPlan) -> None:
     """Have sequences be cut between the blocks of the trunk, whose own parameters then see a part of the tokens."""
-    from zero.parallel.pipeline.partition import layers as blocks_of
-
     trunk = [name for name in blocks_of(model) if any(block.scope.startswith(f"{name}.") for block in plan.blocks)]
     if not trunk or len(trunk) < len(blocks_of(model)):
         raise ValueError(
@@ -269,10 +251,6 @@ def _cut_sequences(model: nn.Module, plan: TensorPlan) -> None:
 
 def _generic(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _why(module: nn.Module) -> str:
-    return "no rule names it" if next(module.parameters(), None) is not None else "it has no parameter"
 
 
 def _found(model: nn.Module) -> str:

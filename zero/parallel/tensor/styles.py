@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from zero.parallel.pipeline.trunk import pretrained as models_in
 from zero.parallel.tensor.layers import base_of
 from zero.plan.tensors import OF_EXPERTS, STYLES
-
-_PRETRAINED = "transformers.modeling_utils", "PreTrainedModel"
 
 
 class Preset(NamedTuple):
@@ -30,7 +29,7 @@ def _pairs(columns: str, row: str) -> Preset:
     return Preset({**dict.fromkeys(columns.split(), "colwise"), row: "rowwise"})
 
 
-# By what layers of a block are called; what may be missing comes last, behind what must be there.
+# By what layers of a block are called.
 PRESETS = (
     _pairs("q_proj k_proj v_proj", "o_proj"),
     _pairs("q_proj k_proj v_proj", "out_proj"),
@@ -65,10 +64,7 @@ class Styles(NamedTuple):
 
 def pretrained(model: nn.Module) -> tuple[str, Any] | None:
     """The name and the module of the model of transformers that this is, or has inside."""
-    for name, module in model.named_modules():
-        if any((each.__module__, each.__name__) == _PRETRAINED for each in type(module).__mro__):
-            return name, module
-    return None
+    return next(models_in(model), None)
 
 
 def styles_of(model: nn.Module, section: Any) -> Styles:
@@ -77,7 +73,7 @@ def styles_of(model: nn.Module, section: Any) -> Styles:
     Raises ValueError for a style that is not served, by its name.
     """
     given = section.partition_config
-    if given.layer_specs or given.strict_mode:
+    if given.layer_specs or given.strict_mode or not given.use_default_specs:
         found = _specified(model, given)
         if given.use_default_specs:
             ours = _planned(model) or _structured(model)
