@@ -52,7 +52,6 @@ def settings(tp: int, dp: int, precision: str = "fp32", stage: int = 1, **sectio
         "zero_optimization": {"stage": stage},
         "zero": {"reduce": "tree"},
         "tensor_parallel": {"autotp_size": tp, "reduce": "tree", "blocks": 8} | section,
-        "log_level": "error",
     }
     if precision == "autocast":
         return found | {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
