@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,16 +19,23 @@ class LiveBytes(TorchDispatchMode):
     now:  bytes alive;
     peak: the most that were, since the block began or `restart`.
 
-    Sees results of operations, each storage once, and not what a kernel needs for itself while it runs. Storages that
-    operations find made before the block are not counted, nor are those of `known`.
+    Sees results of operations, each storage once with the size that it has then (those of parameters that are cut are
+    emptied between uses), and not what a kernel needs for itself while it runs. Storages that operations find made
+    before the block are not counted, nor are those of `known`.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}  # by address of the storage; 0 for those that are not counted
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage] | None] = {}  # by address; None is not counted
         for tensor in known:
             self._note(tensor, counted=False)
+
+    @property
+    def now(self) -> int:
+        """Bytes that live at this moment."""
+        storages = [each() for each in list(self._storages.values()) if each is not None]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def restart(self) -> None:
         """Look for the peak from here on."""
@@ -46,14 +54,12 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def _note(self, tensor: Tensor, counted: bool) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor  # what it is made of is made out of sight
         if tensor.layout is not torch.strided or tensor.is_meta:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes() if counted else 0
-            self.now += self._sizes[key]
-            weakref.finalize(storage, self._forget, key).atexit = False
-
-    def _forget(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage) if counted else None
+            weakref.finalize(storage, self._storages.pop, key).atexit = False

@@ -13,15 +13,12 @@ import argparse
 import time
 from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from measure import Stat, machine_line, paired, rotated, run_ranks, slowest, stat, table
+from measure import SOCKETS, Stat, bytes_written, machine_line, paired, rotated, run_ranks, slowest, stat, table
 from variants import PEERS, TITLES, Setup, Variant, make
-
-SOCKETS = Path("/proc/self/io")  # Linux's count of what this process reads and writes
 
 
 class Times(NamedTuple):
@@ -103,13 +100,6 @@ def cost_of_step(variant: Variant, batch: tuple[torch.Tensor, torch.Tensor]) -> 
     after_backward = variant.nbytes()
     variant.step()
     return Cost(*slowest([after_backward, variant.nbytes(), bytes_written() - sent]))
-
-
-def bytes_written() -> int:
-    """Bytes this process has handed to write calls, which is how gloo sends; 0 where the system does not count."""
-    if not SOCKETS.exists():
-        return 0
-    return int(dict(line.split(": ") for line in SOCKETS.read_text().splitlines())["wchar"])
 
 
 def worker(rank: int, args: argparse.Namespace) -> dict[str, Result]:
