@@ -42,7 +42,7 @@ class MLP(nn.Module):
         return self.down_proj(torch.relu(self.gate_proj(x)) + self.up_proj(x))
 
 
-class Scale(nn.Module):
+class ScaleNorm(nn.Module):
     """In place of a norm, of which some sums would round."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Scale(nn.Module):
 class Block(nn.Module):
     def __init__(self, heads: int, key_heads: int, inner: int) -> None:
         super().__init__()
-        self.first, self.attn, self.second, self.mlp = Scale(), Attention(heads, key_heads), Scale(), MLP(inner)
+        self.first, self.attn, self.second, self.mlp = ScaleNorm(), Attention(heads, key_heads), ScaleNorm(), MLP(inner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.first(x))

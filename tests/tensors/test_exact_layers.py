@@ -10,9 +10,14 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from cut_models import MLP, Integers, integers, json_of, place_of, plain, trained
+from cut_models import MLP, WIDTH, Integers, family, integers, json_of, place_of, plain, trained
+from marks import longer
 from ranks import Pool
+from sharing import needs_transformers
 from torch import nn
+
+from zero.config.tensor_parallel import TensorParallel
+from zero.parallel.tensor.plan import tensor_plan
 
 
 def one(heads: int, key_heads: int, tied: bool, tp: int, stage: int, sequences: bool) -> None:
@@ -80,6 +85,56 @@ def test_two_sums_in_one_part_of_a_block_with_cut_sequences() -> None:
     alone = trained(twice, json | {"tensor_parallel": {"autotp_size": 2}}, integers, 0, steps=2)
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-6)  # of the second step sums round
     assert found["losses"][0] == plain(twice, integers)["loss"]
+
+
+class Turned(nn.Module):
+    """Gives each position what stands before it: wrong, if it sees a part of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.roll(1, 1))
+
+
+def turned(direct: bool = False) -> Integers:
+    model = Integers()
+    generator = torch.Generator().manual_seed(7)
+    for block in model.blocks:
+        block.attn = Turned().inner if direct else Turned()
+        with torch.no_grad():
+            for param in block.attn.parameters():
+                param.copy_(torch.randint(-1, 2, param.shape, generator=generator))
+    return model
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, *longer(1, 2, 3)])
+def test_what_is_not_cut_sees_whole_sequences(stage: int) -> None:
+    """As attention that no plan names: it is between parts of sequences, and mixes tokens."""
+    found = trained(turned, json_of(2, stage, tensor_parallel={"sequence_parallel": True}), integers, 0)
+    wanted = plain(turned, integers)
+    assert found["losses"][0] == wanted["loss"]
+    for name, grad in wanted["grads"].items():
+        assert torch.equal(found["grads"][name], grad), name
+
+
+def test_blocks_of_which_nobody_knows_what_sees_which_tokens() -> None:
+    """A block that calls a layer itself may mix tokens itself; one that drops itself would drop the same of all."""
+    section = TensorParallel(autotp_size=2, sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"'blocks\.0' calls its layer 'attn' itself, and may mix tokens"):
+        tensor_plan(turned(direct=True), section, 0, 2)
+    model = Integers()
+    model.blocks[1].hidden_dropout = 0.1
+    with pytest.raises(ValueError, match=r"'blocks\.1' drops in its own forward"):
+        tensor_plan(model, section, 0, 2)
+
+
+@needs_transformers
+def test_layers_of_one_block_in_several_modules() -> None:
+    with pytest.raises(ValueError, match=r"layer\.0\.intermediate\.dense, \S+ are cut together, and no module"):
+        tensor_plan(family("bert"), TensorParallel(autotp_size=2, sequence_parallel=True), 0, 2)
 
 
 @pytest.mark.long

@@ -82,6 +82,32 @@ def test_masks_beside_data_ranks() -> None:
     masks(2)
 
 
+class Between(nn.Module):
+    """A block with a dropout of its own, of which it keeps what that gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.outside = Inner(), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.outside(torch.ones_like(x))
+        return x + self.mlp(x) * self.seen
+
+
+@pytest.mark.ranks(2)
+def test_masks_between_layers_where_each_rank_has_a_part_of_the_sequence() -> None:
+    """Each rank has other tokens, and drops in other places; inside of the parts that are cut they drop alike."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Between(), Between())
+    engine, *_ = zero.initialize(model=model, config=json_of(2, 1, tensor_parallel={"sequence_parallel": True}))
+    engine.backward(engine(torch.ones(1, 2 * ROWS, WIDTH)).square().mean())
+    for block in model:
+        seen, parts, wholes = map(everyone, (block.seen, block.mlp.parts, block.mlp.wholes))
+        assert seen[0].shape == (1, ROWS, WIDTH) and not torch.equal(*seen) and not torch.equal(*parts)
+        assert torch.equal(*wholes)
+    engine.destroy()
+
+
 def losses(recomputed: bool, sequences: bool, name: str, drops: dict[str, float]) -> tuple[list[float], Any]:
     torch.manual_seed(5)
     more = {"zero": {"recompute": {"modules": ["*.layers.*" if name != "gpt2" else "*.h.*"]}}} if recomputed else {}

@@ -45,7 +45,7 @@ def test_losses_gradients_and_norms_are_those_of_one_process(name: str, stage: i
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("stage", range(4))
 def test_also_beside_data_ranks(pool: Pool, name: str, stage: int) -> None:
-    pool.run(4, equal, name, 2, stage, name != "deepseek_v2")
+    pool.run(4, equal, name, 2, stage, name not in ("deepseek_v2", "bert"))
 
 
 @needs_transformers

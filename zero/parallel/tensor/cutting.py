@@ -18,7 +18,16 @@ from zero.core.world import Axis, local_device
 from zero.parallel.pipeline.split import Elsewhere
 from zero.parallel.tensor import moves
 from zero.parallel.tensor.first_step import FirstStep, broadcast_batch, compare_batch
-from zero.parallel.tensor.forward import CutForward, Regions, Replaced, Scope, Section, Trunk, has_dropout
+from zero.parallel.tensor.forward import (
+    CutForward,
+    Regions,
+    Replaced,
+    Scope,
+    Section,
+    TokenDropout,
+    Trunk,
+    has_dropout,
+)
 from zero.parallel.tensor.layers import Layer, set_widths
 from zero.parallel.tensor.plan import Place, TensorPlan, is_inside, merged, tensor_plan
 from zero.parallel.tensor.tree import NoDraws, TreeForward, check_blocks
@@ -116,6 +125,13 @@ class CutModel:
         if names := [name for name in plan.trunk if name in here]:
             trunk = Trunk(here[names[0]], here[names[-1]], self.axis)
             self._forwards += trunk.ends
+            self._forwards += [
+                TokenDropout(each, self.axis, regions, trunk)
+                for name, each in here.items()
+                if isinstance(each, nn.Dropout)
+                and any(is_inside(name, block) for block in names)
+                and not any(is_inside(name, section) for section in plan.sections)
+            ]
         for name in (name for name in plan.sections if name in here and trunk is not None):
             drops = regions if has_dropout(list(here[name].modules())) else None
             sections[name] = Section(here[name], self.axis, drops, trunk)

@@ -216,6 +216,24 @@ class Trunk:
         self.ends = [_End(last, axis, self, opens=False), _End(first, axis, self, opens=True)]
 
 
+class TokenDropout(Replaced):
+    """A dropout between sections: each rank drops of its own tokens, and not in the same places as the others."""
+
+    def __init__(self, module: nn.Module, axis: Axis, regions: Regions, trunk: Trunk) -> None:
+        super().__init__(module, axis)
+        self._regions, self._trunk = regions, trunk
+
+    def run(self, x: Any, args: Any, kwargs: dict[str, Any], name: str = "") -> Any:
+        """See `Replaced.run`."""
+        if not self.module.training or self._trunk.rests:
+            return self.call(x, args, kwargs, name)
+        self._regions.enter()
+        try:
+            return self.call(x, args, kwargs, name)
+        finally:
+            self._regions.leave()
+
+
 class _End(Replaced):
     def __init__(self, module: nn.Module, axis: Axis, trunk: Trunk, opens: bool) -> None:
         super().__init__(module, axis)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,11 +10,16 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from zero.parallel.pipeline.partition import layers as blocks_of
+from zero.parallel.tensor.forward import has_dropout
 from zero.parallel.tensor.layers import Layer, Slot, base_of, set_shares
 from zero.parallel.tensor.styles import Styles, linears_of, pretrained, styles_of
 from zero.plan.cut import Cut
 from zero.plan.grid import DENSE, PARTS, UnitAxes
 from zero.plan.tensors import STYLES, ranges_of, share_of, slice_of
+
+# Modules that do to each token the same as to one alone; all others between cut ones are given whole sequences.
+_ALONE = (nn.Identity, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU)
+_NORM = re.compile("(?<!Batch)(?<!Group)(?<!Instance)Norm")
 
 
 @dataclass
@@ -237,16 +243,36 @@ def _cut_sequences(model: nn.Module, plan: TensorPlan) -> None:
         )
     plan.trunk = trunk
     for block in trunk:
-        names = [layer.name.removeprefix(f"{block}.") for layer in plan.layers if layer.name.startswith(f"{block}.")]
-        if direct := [name for name in names if "." not in name]:
+        module = model.get_submodule(block)
+        if over := [each.scope for each in plan.blocks if each.scope == block]:
+            parts = [layer.name for each in plan.blocks if each.scope in over for layer in each.layers]
             raise ValueError(
-                f"sequence_parallel: '{block}.{direct[0]}' is cut, and no module around it; set it to false"
+                f"sequence_parallel: {', '.join(parts)} are cut together, and no module inside of '{block}' has them "
+                "all; set it to false"
             )
-        inside = {name.partition(".")[0] for name in names}
-        plan.sections += [f"{block}.{name}" for name in sorted(inside)]
-        for name, param in model.get_submodule(block).named_parameters(prefix=block):
-            if name.removeprefix(f"{block}.").partition(".")[0] not in inside:
-                plan.places[name] = Place(param, None, DENSE._replace(sums=("tp",)))
+        whole = {name for name, child in module.named_children() if not _sees_tokens_alone(child)}
+        layers = [name for name, _ in linears_of(module)]
+        layers += [each.name[len(block) + 1 :] for each in plan.layers if each.divided and is_inside(each.name, block)]
+        if direct := [name for name in layers if "." not in name]:
+            raise ValueError(
+                f"sequence_parallel: '{block}' calls its layer '{direct[0]}' itself, and may mix tokens between "
+                "such calls; set it to false"
+            )
+        if has_dropout([module]):
+            raise ValueError(
+                f"sequence_parallel: '{block}' drops in its own forward, and would drop the same of all parts of a "
+                "sequence; give it an nn.Dropout, or set it to false"
+            )
+        plan.sections += [f"{block}.{name}" for name in sorted(whole)]
+        for name, param in module.named_parameters():
+            if name.partition(".")[0] not in whole:
+                plan.places[f"{block}.{name}"] = Place(param, None, DENSE._replace(sums=("tp",)))
+
+
+def _sees_tokens_alone(module: nn.Module) -> bool:
+    """Whether a module without layers does to each token the same as to one alone, as far as its kind says."""
+    leaves = [each for each in module.modules() if not list(each.children())]
+    return all(isinstance(each, _ALONE) or _NORM.search(type(each).__name__) for each in leaves)
 
 
 def _generic(name: str) -> str:
