@@ -177,11 +177,18 @@ def place_of(tp: int, cp: int = 1) -> int:
 
 
 def trained(
-    make: Callable[[], nn.Module], json: dict[str, Any], batch: Callable[[int, int], Any], place: int, steps: int = 1
+    make: Callable[[], nn.Module],
+    json: dict[str, Any],
+    batch: Callable[[int, int], Any],
+    place: int,
+    steps: int = 1,
+    compiler: str = "",
 ) -> dict[str, Any]:
     """Losses, and of the first step the norm and the full gradients, and the full weights at last."""
     model = make()
     engine, *_ = zero.initialize(model=model, config=json)
+    if compiler:
+        engine.compile(backend=compiler)
     gas, found = json["gradient_accumulation_steps"], {"losses": [], "norms": []}
     for step in range(steps):
         for micro in range(gas):

@@ -120,6 +120,17 @@ def test_what_is_not_cut_sees_whole_sequences(stage: int) -> None:
         assert torch.equal(found["grads"][name], grad), name
 
 
+@pytest.mark.long
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "sequences"), [(3, True), (0, False)])
+def test_compiled_blocks(stage: int, sequences: bool) -> None:
+    json = json_of(2, stage, tensor_parallel={"sequence_parallel": sequences})
+    found, wanted = trained(Integers, json, integers, 0, compiler="eager"), plain(Integers, integers)
+    assert found["losses"][0] == wanted["loss"]
+    for name, grad in wanted["grads"].items():
+        assert torch.equal(found["grads"][name], grad), name
+
+
 def test_blocks_of_which_nobody_knows_what_sees_which_tokens() -> None:
     """A block that calls a layer itself may mix tokens itself; one that drops itself would drop the same of all."""
     section = TensorParallel(autotp_size=2, sequence_parallel=True)

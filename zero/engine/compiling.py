@@ -14,6 +14,7 @@ from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.engine.status import Status
 from zero.log import rank_zero
+from zero.parallel.tensor import moves
 from zero.recompute.modules import Recomputed
 
 
@@ -49,6 +50,7 @@ class BlockCompiler:
         if schedule is not None or compiled_autograd_enabled:
             raise ValueError("compile(): schedule and compiled_autograd_enabled belong to DeepCompile; leave them out")
         self.undo()
+        moves.keep_out_compiler()
         blocks, left = _blocks(self._sharded.module, self._sharded.units)
         for block in blocks:
             self._compiled[block] = block.__dict__.get("forward")
