@@ -17,6 +17,7 @@ from zero.core.torch_private import shape_of_gradient
 from zero.core.world import Axis, local_device
 from zero.parallel.pipeline.split import Elsewhere
 from zero.parallel.tensor import moves
+from zero.parallel.tensor.first_forward import FirstForward
 from zero.parallel.tensor.first_step import FirstStep, broadcast_batch, compare_batch
 from zero.parallel.tensor.forward import (
     CutForward,
@@ -30,6 +31,7 @@ from zero.parallel.tensor.forward import (
 )
 from zero.parallel.tensor.layers import Layer, set_widths
 from zero.parallel.tensor.plan import Place, TensorPlan, is_inside, merged, tensor_plan
+from zero.parallel.tensor.styles import OF_MODEL
 from zero.parallel.tensor.tree import NoDraws, TreeForward, check_blocks
 from zero.plan.grid import UnitAxes
 
@@ -154,15 +156,30 @@ class CutModel:
                 if layer.divided:
                     set_widths(layer, self._changed)
         for module, name, block in plan.counted:
-            if not hasattr(module, name):
+            value = getattr(module, name, None)
+            if not isinstance(value, int) or value <= 0:
                 continue
-            value, share = (
-                getattr(module, name),
-                max((layer.share for layer in block.layers), key=lambda each: each.groups),
-            )
+            shares = sorted((layer.share for layer in block.layers), key=lambda each: -each.groups)
+            if name == "num_key_value_groups":  # each rank has one head of keys, and these of queries
+                here = shares[0].count
+            else:  # of heads, those of queries or, if these are fewer, of keys
+                here = next((each.of(value)[1] for each in shares if value % each.groups == 0), value)
             self._changed.append((module, name, value))
-            repeats = name == "num_key_value_groups"  # each rank has one head of keys, and these of queries
-            setattr(module, name, share.count if repeats else value * share.count // share.groups)
+            setattr(module, name, here)
+        if self.axis.size > 1 and not plan.source.startswith(OF_MODEL):
+            self._compare_first(scopes)
+
+    def _compare_first(self, scopes: dict[str, Scope]) -> None:
+        """Have blocks that are cut by names of layers be compared at their first forward."""
+        for name, scope in scopes.items():
+            blocks = [block for block in self.plan.blocks if block.scope == name]
+            layers = [layer for block in blocks for layer in block.layers]
+            if not layers or any(layer.param for layer in layers):
+                continue  # what reads a parameter of its own has a part of it
+            cut = {(module, each) for layer in layers for module, each, _ in layer.widths}
+            cut |= {(module, each) for module, each, block in self.plan.counted if block in blocks}
+            whole = [each for each in self._changed if each[:2] in cut]
+            scope.first = FirstForward(name, [layer.name for layer in layers], whole, self.plan.source)
 
     def _forward(self, layer: Layer, scope: Scope | None, section: Section | None) -> CutForward:
         if self.blocks:
@@ -243,11 +260,4 @@ def sliced(values: torch.Tensor, place: Place, rank: int) -> torch.Tensor:
 
 def joined(values: torch.Tensor, place: Place, axis: Axis | None) -> torch.Tensor:
     """The whole tensor of which each rank along the axis has a slice."""
-    full = values.new_full(place.cut.shape, float("nan"))
-    sizes = [sum(size for _, size in ranges) for ranges in place.ranges]
-    if axis is not None:
-        parts = zip(moves.all_gather(values, axis, place.dim, sizes).split(sizes, place.dim), place.ranges, strict=True)
-        for part, ranges in parts:
-            for (start, size), piece in zip(ranges, part.split([size for _, size in ranges], place.dim), strict=True):
-                full.narrow(place.dim, start, size).copy_(piece)
-    return full
+    return moves.assembled(values, axis, place.dim, place.ranges)

@@ -15,7 +15,7 @@ from zero.core.tensors import map_leaves, tensors_in
 from zero.core.world import Axis
 from zero.parallel.tensor.plan import TensorPlan
 
-_ERRORS = {
+ERRORS = {
     torch.float64: 1e-9,
     torch.float32: 1e-3,
 }  # that may part equal sums, whose order a device chooses; 16 bits: 0.1
@@ -42,7 +42,7 @@ class FirstStep:
                 values = grad.detach().reshape(-1).double()
                 signs = 1 - 2 * (torch.arange(len(values), device=values.device) * 2654435761 % 4096 // 2048).double()
                 self._seen[name] = torch.stack([values.square().sum(), (values * signs).sum()])
-                self._errors[name] = _ERRORS.get(grad.dtype, 0.1)
+                self._errors[name] = ERRORS.get(grad.dtype, 0.1)
 
         return seen
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from zero.core.world import Axis
 from zero.parallel.tensor import moves
 from zero.parallel.tensor.layers import Layer
 from zero.plan.tensors import sizes_of
+
+if TYPE_CHECKING:
+    from zero.parallel.tensor.first_forward import FirstForward
 
 
 class Replaced(ReplacedForward):
@@ -46,7 +49,8 @@ class Replaced(ReplacedForward):
 class Scope(Replaced):
     """A block whose layers are cut: what several of them read is moved once, and its gradient summed once.
 
-    regions: where random numbers differ by rank, or None; around: the section of a sequence that it is in, or None.
+    regions: where random numbers differ by rank, or None; around: the section of a sequence that it is in, or None;
+    first: the comparison of its first forward, until that; whole: whether its layers take and give whole features now.
     Tensors are kept only while the block runs: a moved one refers to what it was made of, and no collector sees that.
     """
 
@@ -55,16 +59,31 @@ class Scope(Replaced):
     ) -> None:
         super().__init__(module, axis)
         self.regions, self._around = regions, around
+        self.first: FirstForward | None = None
+        self.whole = False
         self._moved: list[tuple[Tensor, tuple[bool, int], Tensor]] = []
 
     def run(self, x: Any, args: Any, kwargs: dict[str, Any], name: str = "") -> Any:
         """See `Replaced.run`."""
+        if self.first is not None and isinstance(x, Tensor):
+            first, self.first = self.first, None
+            first.compare(self, x, args, kwargs, name)
         try:
             return self.call(x, args, kwargs, name)
         finally:
             self._moved.clear()
             if self.regions is not None:
                 self.regions.leave()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, forwards leave nothing that the one around them would find."""
+        moved, self._moved = self._moved, list(self._moved)
+        try:
+            with contextlib.nullcontext() if self._around is None else self._around.aside():
+                yield
+        finally:
+            self._moved = moved
 
     def entered(self, x: Tensor) -> Tensor:
         """A whole tensor for uses of which each rank has a part; the same one for all of them."""
@@ -97,6 +116,8 @@ class CutForward(Replaced):
     def run(self, x: Any, args: Any, kwargs: dict[str, Any], name: str = "") -> Any:
         """See `Replaced.run`."""
         style, outside = self._layer.style, None
+        if self._scope is not None and self._scope.whole:
+            return self._whole(x, args, kwargs, name)
         if style.takes == "copy":
             x = moves.copied(x, self.axis) if self._scope is None else self._scope.entered(x)
         elif style.takes == "split":
@@ -120,6 +141,24 @@ class CutForward(Replaced):
         if outside is not None:
             out = out.masked_fill(outside[..., None], 0)
         return self._given(out)
+
+    def _whole(self, x: Any, args: Any, kwargs: dict[str, Any], name: str) -> Any:
+        """The same with whole features in and out; without gradients."""
+        layer, rows = self._layer, self._layer.style.dim == "in"
+        if rows:
+            if x.shape[-1] != layer.numel:  # on all ranks alike, some of which would find their features
+                raise RuntimeError(
+                    f"tensor_parallel: '{layer.name}' was given {x.shape[-1]} features in place of {layer.numel} where "
+                    "the layers before it gave all of theirs: what reads a weight itself, in place of calling its "
+                    "layer, has a part of it. Say 'skip' of these layers in tensor_parallel.partition_config"
+                )
+            x = torch.cat([x.narrow(-1, start, size) for start, size in layer.ranges[layer.rank]], -1)
+        with self._biases(), values_said(layer.widths):
+            out = self.call(x, args, kwargs, name)
+        if not rows:
+            return moves.assembled(out, self.axis, out.ndim - 1, layer.ranges)
+        out = moves.all_reduce(out.contiguous(), self.axis)
+        return out if layer.bias is None else out + layer.bias
 
     def _routed(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The weights that a router gives experts are whole, and each rank uses them for its part."""
@@ -199,6 +238,16 @@ class Section(Scope):
         self.learned = alone
         first = moves.split(first, self.axis, 1, sizes_of(first.shape[1], self.axis.size))
         return first if isinstance(out, Tensor) else (first, *out[1:])
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """See `Scope.aside`."""
+        sums, self._sums = self._sums, []
+        try:
+            with super().aside():
+                yield
+        finally:
+            self._sums = sums
 
     def summed(self, out: Tensor) -> Tensor:
         """The sum of partial ones, or this rank's part of it."""
@@ -291,6 +340,19 @@ class Regions:
         if self._after is not None:
             self._generator.set_state(self._after)
             self._after = None
+
+
+@contextlib.contextmanager
+def values_said(values: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Inside, attributes of modules have these values."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in values]
+    for module, name, value in values:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 def has_dropout(modules: Sequence[nn.Module]) -> bool:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from zero.core.world import Axis
-from zero.plan.tensors import STYLES, WHOLE, Share, Style, common_groups, fitting, share_of
+from zero.plan.tensors import STYLES, WHOLE, Share, Style, common_groups, fitting, ranges_of, share_of
 
 _WIDTH = ("head_dim", "attention_head_size")  # of a head, as an attention calls it
 _COUNT = ("num_heads", "num_attention_heads", "n_heads", "n_head")  # of heads
 _KEYS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")  # of heads of keys
+COUNTS = (*_COUNT, *_KEYS)
 _LATENT = "qk_head_dim"  # of an attention (MLA) whose heads are of several widths
 
 
@@ -40,7 +41,7 @@ class Layer:
 
     name: in the model; param: of a parameter of `module` that the plan names; styled: the word of the plan; packs: the
     sizes of the tensors that are fused along the cut dim, empty for one. `share`, `rank` and `ranks` are set once the
-    block is known.
+    block is known; widths: attributes of modules that say how wide it is, and what they say of this rank.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Layer:
     rank: int = 0
     ranks: int = 1
     rope: int = 0
+    widths: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -91,6 +93,12 @@ class Layer:
         """Elements along the cut dim that each rank has."""
         shares = (share_of(self.share.groups, rank, self.ranks) for rank in range(self.ranks))
         return [sum(share.of(pack)[1] for pack in self.packs) for share in shares]
+
+    @functools.cached_property
+    def ranges(self) -> tuple[list[tuple[int, int]], ...]:
+        """Starts and sizes along the cut dim that each rank has."""
+        shares = (share_of(self.share.groups, rank, self.ranks) for rank in range(self.ranks))
+        return tuple(ranges_of(self.packs, share) for share in shares)
 
     @property
     def bias(self) -> Tensor | None:
@@ -285,6 +293,7 @@ def set_widths(layer: Layer, changed: list[tuple[nn.Module, str, Any]]) -> None:
             if isinstance(module.__dict__.get(name), int):
                 changed.append((module, name, module.__dict__[name]))
                 module.__dict__[name] = size
+                layer.widths.append((module, name, size))
     if layer.style.dim == "rows" and base.padding_idx is not None:
         changed.append((base, "padding_idx", base.padding_idx))
         at = base.padding_idx - start

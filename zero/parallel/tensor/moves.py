@@ -116,6 +116,19 @@ def part_of(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).clone(memory_format=torch.contiguous_format)
 
 
+def assembled(x: Tensor, axis: Axis | None, dim: int, ranges: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    """The whole tensor of which each rank has these ranges of starts and sizes along `dim`; NaN where no rank is."""
+    shape = [*x.shape]
+    shape[dim] = max(start + size for each in ranges for start, size in each)
+    full = x.new_full(shape, float("nan"))
+    sizes = [sum(size for _, size in each) for each in ranges]
+    if axis is not None:
+        for part, each in zip(all_gather(x, axis, dim, sizes).split(sizes, dim), ranges, strict=True):
+            for (start, size), piece in zip(each, part.split([size for _, size in each], dim), strict=True):
+                full.narrow(dim, start, size).copy_(piece)
+    return full
+
+
 def _sent(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.native or not x.is_cuda else x.cpu()  # gloo sends from host memory only
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from zero.parallel.pipeline.partition import layers as blocks_of
 from zero.parallel.tensor.forward import has_dropout
-from zero.parallel.tensor.layers import Layer, Slot, base_of, set_shares
-from zero.parallel.tensor.styles import Styles, linears_of, pretrained, styles_of
+from zero.parallel.tensor.layers import COUNTS, Layer, Slot, base_of, set_shares
+from zero.parallel.tensor.styles import OF_MODEL, Styles, linears_of, pretrained, styles_of
 from zero.plan.cut import Cut
 from zero.plan.grid import DENSE, PARTS, UnitAxes
 from zero.plan.tensors import STYLES, ranges_of, share_of, slice_of
@@ -118,9 +118,12 @@ def _divided(model: nn.Module, layers: list[Layer], styles: Styles, rank: int, r
     theirs = pretrained(model)
     config = None if theirs is None else theirs[1].config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    counting: list[tuple[nn.Module, str, Block]] = []
     for block in blocks:
         scopes = [each for name, each in named.items() if name == block.scope or _has(block, name)]
         set_shares(block.layers, scopes, config, rank, ranks)
+        if not styles.source.startswith(OF_MODEL):  # such a plan is for code that counts heads by their width
+            counting += [(each, name, block) for each in scopes for name in COUNTS if name in vars(each)]
     alone = [layer for layer in layers if not layer.divided or layer.style.alone]
     for layer in alone:
         if layer.divided:
@@ -132,6 +135,8 @@ def _divided(model: nn.Module, layers: list[Layer], styles: Styles, rank: int, r
         for name, attributes in styles.locals.items()
         for attribute in attributes
     ]
+    known = {(module, attribute) for module, attribute, _ in counted}
+    counted += [each for each in counting if each[:2] not in known]
     for block in blocks:
         if any(layer.share.repeats > 1 for layer in block.layers):
             counted.append((named[block.scope], "num_key_value_groups", block))

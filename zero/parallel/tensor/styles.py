@@ -13,6 +13,8 @@ from zero.parallel.pipeline.trunk import pretrained as models_in
 from zero.parallel.tensor.layers import base_of
 from zero.plan.tensors import OF_EXPERTS, STYLES
 
+OF_MODEL = "the tp_plan of"  # begins the source of styles that a model brings
+
 
 class Preset(NamedTuple):
     """Layers that together are a block, as children of one module or of modules in it, with their styles.
@@ -33,6 +35,7 @@ def _pairs(columns: str, row: str) -> Preset:
 PRESETS = (
     _pairs("q_proj k_proj v_proj", "o_proj"),
     _pairs("q_proj k_proj v_proj", "out_proj"),
+    _pairs("wq wk wv", "wo"),
     _pairs("self.query self.key self.value", "output.dense")._replace(
         locals=("self.num_attention_heads", "self.all_head_size")
     ),
@@ -119,7 +122,7 @@ def _planned(model: nn.Module) -> Styles | None:
     for name in (name for name, style in styles.items() if style == "all_reduce"):
         if any(other.rpartition(".")[0] == name and other in params for other in styles):
             styles[name] = "moe_tp_experts"  # its own parameters are parts, so what it takes is used in parts, too
-    return Styles(styles, {}, {}, f"the tp_plan of {type(theirs).__name__}")
+    return Styles(styles, {}, {}, f"{OF_MODEL} {type(theirs).__name__}")
 
 
 def _structured(model: nn.Module) -> Styles:
