@@ -129,6 +129,19 @@ def test_what_needs_all_features_between_two_layers(part: Any, stage: int, seque
 
 
 @pytest.mark.ranks(2)
+def test_a_loss_of_what_each_rank_has_a_part_of() -> None:
+    """With cut sequences that is what a block inside gives, as `output_hidden_states` of Transformers."""
+    model = Model(Gated)
+    engine, *_ = zero.initialize(model=model, config=json_of(2, 1, tensor_parallel={"sequence_parallel": True}))
+    inside: list[torch.Tensor] = []
+    model.blocks[0].register_forward_hook(lambda module, args, output: inside.append(output))
+    engine(batch())
+    engine.backward(inside[0].square().mean())
+    assert "the first loss is not the same on the 2 ranks" in said_by(engine.step)
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, *longer(3)])
 def test_what_reads_a_weight_itself(stage: int) -> None:
     error = said_by(lambda: first_loss(Reading, stage))

@@ -245,6 +245,8 @@ class TrainingStep:
 
     def _note(self, loss: torch.Tensor, weight: Weight, times: int, tokens: float | torch.Tensor | None) -> None:
         """Record a backward of `times` this loss."""
+        if self.forms.tensors is not None:
+            self.forms.tensors.see(loss)
         config = self._accumulation.config
         share = weight.factor if config.counted else 1 / config.gradient_accumulation_steps
         if tokens is not None and self.forms.sharing is not None and self.forms.sharing.cuts:

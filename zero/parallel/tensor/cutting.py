@@ -88,6 +88,11 @@ class CutModel:
         then = "If the plan does not fit the code of the model, say another by tensor_parallel.partition_config"
         return f"tensor_parallel: {what}. {then}"
 
+    def see(self, loss: torch.Tensor) -> None:
+        """A loss that the engine is given; the first is compared before the first step."""
+        if self._first is not None and self._first.loss is None:
+            self._first.loss = loss.detach().clone()
+
     def before_step(self) -> None:
         """Gradients are there: the first are compared; what was seen of sections by then holds from now on."""
         if self._first is not None:

@@ -22,10 +22,14 @@ ERRORS = {
 
 
 class FirstStep:
-    """Watches the first backward of a model: which parameters have the same gradients on all ranks along the axis."""
+    """Watches the first backward of a model: which parameters have the same gradients on all ranks along the axis.
+
+    loss: of the first micro-batch, if the engine was given one; it must be the same, too.
+    """
 
     def __init__(self, model: nn.Module, plan: TensorPlan, axis: Axis) -> None:
         self.axis = axis
+        self.loss: Tensor | None = None
         self._sums = {name: place.said for name, place in plan.places.items() if place.cut is None}
         cut = {name for name, place in plan.places.items() if place.cut is not None}
         self._seen: dict[str, Tensor] = {}
@@ -58,8 +62,17 @@ class FirstStep:
         if not self._errors:
             return
         zeros = torch.zeros(2, dtype=torch.float64)
-        rows = torch.stack([self._seen.get(name, zeros).cpu() for name in self._errors]).flatten()
-        found = comm.gather_scalars(rows, self.axis, "first gradients of layers").view(self.axis.size, -1, 2)
+        loss = zeros if self.loss is None else self.loss.detach().double().expand(2)
+        rows = torch.stack([each.cpu() for each in (loss, *(self._seen.get(name, zeros) for name in self._errors))])
+        found = comm.gather_scalars(rows.flatten(), self.axis, "first gradients of layers").view(self.axis.size, -1, 2)
+        losses, found = found[:, 0, 0], found[:, 1:]
+        error = 0.0 if self.loss is None else ERRORS.get(self.loss.dtype, 0.1)
+        if losses.max() - losses.min() > error * losses.abs().max():
+            raise RuntimeError(
+                f"tensor_parallel: the first loss is not the same on the {self.axis.size} ranks that cut the same "
+                f"layers ({', '.join(f'{float(each):.6g}' for each in losses)}): it reads something of which each has a part, "
+                "as with sequence_parallel what a block inside gives. Compute it of what the model returns at its end"
+            )
         errors = agree(dict(self._errors), self.axis)
         for at, name in enumerate(self._errors):
             squares, signed = found[:, at].unbind(1)
