@@ -71,7 +71,7 @@ class FirstStep:
             raise RuntimeError(
                 f"tensor_parallel: the first loss is not the same on the {self.axis.size} ranks that cut the same "
                 f"layers ({', '.join(f'{float(each):.6g}' for each in losses)}): it reads something of which each has "
-                "a part, as with sequence_parallel what a block inside gives. Compute it of what the model returns at its end"
+                "a part, as with sequence_parallel what a block inside gives. Compute it of what the model returns"
             )
         errors = agree(dict(self._errors), self.axis)
         for at, name in enumerate(self._errors):
