@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
+import io
 from typing import Any
 
 import pytest
@@ -65,3 +67,18 @@ def test_the_whole_model_trains_on_over_other_ranks() -> None:
         engine.backward(engine(**integers(0, 0)))
         engine.destroy()
     assert all(torch.equal(param, weights()[name]) for name, param in model.named_parameters())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_copies_and_state_dicts_of_parts(stage: int) -> None:
+    """Each would look like the model's own, with a part of some weights."""
+    engine, *_ = zero.initialize(model=Integers(), config=json_of(2, stage))
+    assert "'blocks.0.attn.q_proj.weight' (12, 8), which is cut over 2 ranks" in said_by(engine.module.state_dict)
+    for made in (copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
+        assert "a copy of Integers, whose layers are cut over 2 ranks" in said_by(lambda: made(engine.module))
+    whole = engine.module_state_dict()
+    assert all(torch.equal(whole[name], value) for name, value in weights().items())
+    engine.destroy()
+    assert all(torch.equal(engine.module.state_dict()[name], value) for name, value in weights().items())
+    copy.deepcopy(engine.module).load_state_dict(whole)

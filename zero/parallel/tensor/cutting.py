@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -56,6 +57,7 @@ class CutModel:
         if self.axis.size > 1:  # before anything is changed
             _refuse_graphs({name: place.param for name, place in plan.places.items() if place.cut is not None})
         model.__dict__[_RECORD] = self
+        self._handle = model.register_state_dict_post_hook(functools.partial(self._whole_only))
         if self.axis.size > 1:
             self._cut(meshes)
         self._replace()
@@ -87,6 +89,24 @@ class CutModel:
         what = f"a forward of {type(self._model).__name__}, cut as {self.plan.source} says, failed: {error}"
         then = "If the plan does not fit the code of the model, say another by tensor_parallel.partition_config"
         return f"tensor_parallel: {what}. {then}"
+
+    def __reduce__(self) -> NoReturn:
+        """Of a copy, or of the model in a file, which would have parts of layers that nobody puts together."""
+        raise RuntimeError(
+            f"a copy of {type(self._model).__name__}, whose layers are cut over {self.axis.size} ranks, would have "
+            "this rank's parts of them; take engine.module_state_dict() and load it into a model made anew"
+        )
+
+    def _whole_only(self, module: nn.Module, values: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Raises RuntimeError where values of a state dict would be parts; parameters themselves know that they are."""
+        for name, place in self.plan.places.items():
+            value = values.get(f"{prefix}{name}")
+            if place.cut is not None and value is not None and not isinstance(value, nn.Parameter):
+                raise RuntimeError(
+                    f"state_dict(): this rank has {tuple(value.shape)} of '{name}' {place.cut.shape}, which is cut "
+                    f"over {self.axis.size} ranks; call engine.module_state_dict() or engine.save_16bit_model() on "
+                    "all of them"
+                )
 
     def see(self, loss: torch.Tensor) -> None:
         """A loss that the engine is given; the first is compared before the first step."""
@@ -196,6 +216,7 @@ class CutModel:
         """Make the model whole again; collective, but where other ranks are gone, `alone`: then their parts are NaN."""
         axis = None if alone else self.axis
         self._model.__dict__.pop(_RECORD, None)
+        self._handle.remove()
         if self._first is not None:
             self._first.close()
         for param, place, axes in self._placed:
