@@ -75,8 +75,11 @@ def test_copies_and_state_dicts_of_parts(stage: int) -> None:
     """Each would look like the model's own, with a part of some weights."""
     engine, *_ = zero.initialize(model=Integers(), config=json_of(2, stage))
     assert "'blocks.0.attn.q_proj.weight' (12, 8), which is cut over 2 ranks" in said_by(engine.module.state_dict)
-    for made in (copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
-        assert "a copy of Integers, whose layers are cut over 2 ranks" in said_by(lambda: made(engine.module))
+    for said in (
+        said_by(lambda: copy.deepcopy(engine.module)),
+        said_by(lambda: torch.save(engine.module, io.BytesIO())),
+    ):
+        assert "a copy of Integers, whose layers are cut over 2 ranks" in said
     whole = engine.module_state_dict()
     assert all(torch.equal(whole[name], value) for name, value in weights().items())
     engine.destroy()
