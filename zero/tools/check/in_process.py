@@ -152,7 +152,8 @@ def whole_copy(engine: Any) -> nn.Module:
     for name, param in engine.module.named_parameters():
         memo[id(param)] = _like(param, values[name].to(engine.device))
     tensors = engine._training.forms.tensors
-    memo[id(tensors)] = "cut"  # the record that the model has, which no copy needs
+    if tensors is not None:
+        memo[id(tensors)] = "cut"  # the record that the model has, which no copy needs
     try:
         model = copy.deepcopy(engine.module, memo)
     except Exception as error:
