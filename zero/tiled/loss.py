@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,6 @@ def tiled_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    _vocabulary: Vocabulary | None = None,
 ) -> Tensor:
     """The cross entropy of `F.linear(hidden, weight, bias)` with `targets`, without ever holding all logits.
 
@@ -74,15 +73,18 @@ def tiled_cross_entropy(
 
     In fp32 the loss has the bits of plain torch where a product adds up a slice in the order of the whole, as it does
     on most CPUs for most sizes from 16 tokens on. So has the gradient of `hidden` if that of the loss is a power of
-    two. Gradients of weight and bias are sums over slices, in fp32. Ranks that have rows of the head each all call it.
+    two. Gradients of weight and bias are sums over slices, in fp32.
+
+    Weight and bias may be parameters of an engine that cuts them into rows. Targets are of the whole vocabulary then,
+    the ranks with other rows call it with the same `hidden`, and on all of them the loss and the gradient of `hidden`
+    are those of the whole. Give the parameters themselves: copies do not know that they are cut.
 
     Between forward and backward the gradient of the weight is kept in fp32; the weight itself is read in the forward
     only. There is no second derivative: a backward with `create_graph=True` raises RuntimeError. Raises ValueError for
     arguments that do not fit together, on the CPU also for a target outside the vocabulary (a GPU stops the program).
     """
-    vocabulary = Vocabulary.of(weight) if _vocabulary is None else _vocabulary
     if has_torch_function_variadic(hidden, weight, bias):
-        # A released parameter brings its values on this way, and calls us again.
+        # A released parameter brings its values on this way, and calls us again with itself, which knows its cut.
         return handle_torch_function(
             tiled_cross_entropy,
             (hidden, weight, bias),
@@ -95,10 +97,10 @@ def tiled_cross_entropy(
             reduction=reduction,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
-            _vocabulary=vocabulary,
         )
     _check_tensors(hidden, weight, targets, bias)
     _check_options(tile_size, reduction, label_smoothing, z_loss)
+    vocabulary = Vocabulary.of(weight, bias)
     _check_targets(targets, weight.shape[0] if vocabulary is None else vocabulary.total, ignore_index)
     size = tile_size or default_size(targets.numel(), weight.shape[1], hidden.is_cuda)
     settings = Settings(size, ignore_index, reduction == "mean", float(label_smoothing), float(z_loss), vocabulary)
@@ -219,7 +221,8 @@ class _Slices:
         tokens, rows = len(self.hidden), max(map(len, self.slices), default=0)
         shape = (rows, len(self.weight))
         logits = self.hidden.new_empty(shape, dtype=self.sums)
-        grads = self.hidden.new_zeros(shape, dtype=self.sums) if self._any else None
+        cut = self.settings.vocabulary
+        grads = self.hidden.new_zeros(shape, dtype=self.sums) if self._any and cut is None else logits
         narrow = self.hidden.new_empty(shape) if self._any and self.hidden.dtype != self.sums else None
         log_probs, smooth, log_sums = self.hidden.new_empty((3, tokens, 1), dtype=self.sums)
         with torch.autocast(self.hidden.device.type, enabled=False):
@@ -227,29 +230,25 @@ class _Slices:
                 own = slice(part.start, part.stop)
                 here = logits[: len(part)]
                 self._multiply(self.hidden[own], here)
-                log_probs[own], log_sums[own] = self._normalize(here, self.targets[own])
-                if self.settings.label_smoothing:
-                    smooth[own] = self._summed(here.sum(1, keepdim=True))
-                if grads is not None:
-                    self._differentiate(own, here, grads[: len(part)], log_sums[own])
+                log_probs[own], log_sums[own], smooth[own], sums = self._normalize(here, self.targets[own])
+                if self._any:
+                    self._differentiate(own, here, grads[: len(part)], log_sums[own], sums)
                     self._collect(own, here, here if narrow is None else narrow[: len(part)].copy_(here))
-            if self.hidden_grad is not None and self.settings.vocabulary is not None:
-                moves.all_reduce(self.hidden_grad, self.settings.vocabulary.axis)
+            if self.hidden_grad is not None and cut is not None:
+                moves.all_reduce(self.hidden_grad, cut.axis)
             return self._loss(log_probs, smooth, log_sums)
 
-    def _normalize(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn logits [rows, vocabulary] into logarithms of probabilities; returns the targets', and of the sums."""
-        if (cut := self.settings.vocabulary) is not None:
-            log_sums = cut.log_softmax(logits)
-            return cut.at_targets(logits, targets), log_sums
+    def _normalize(self, logits: Tensor, targets: Tensor) -> Iterable[Tensor]:
+        """Turn logits [rows, vocabulary] into logarithms of probabilities; see `Vocabulary.normalize`."""
+        smooth = self.settings.label_smoothing > 0
+        if self.settings.vocabulary is not None:
+            return self.settings.vocabulary.normalize(logits, targets, smooth)
         at_target = logits.gather(1, targets)
         # In place: a row is read to its end before it is written. The same holds for the gradient below.
         torch.log_softmax(logits, 1, out=logits)
         log_probs = logits.gather(1, targets)
-        return log_probs, at_target - log_probs
-
-    def _summed(self, column: Tensor) -> Tensor:
-        return column if self.settings.vocabulary is None else self.settings.vocabulary.sums(column)[0]
+        spread = logits.sum(1, keepdim=True) if smooth else torch.zeros_like(log_probs)
+        return log_probs, at_target - log_probs, spread, torch.ones_like(log_probs)
 
     def _multiply(self, hidden: Tensor, out: Tensor) -> None:
         """The logits [rows, vocabulary] of a slice."""
@@ -262,15 +261,16 @@ class _Slices:
         else:
             torch.mm(hidden, self.weight.t(), out=out)
 
-    def _differentiate(self, own: slice, log_probs: Tensor, grads: Tensor, log_sums: Tensor) -> None:
-        """Turn the logarithms of probabilities [rows, vocabulary] into the gradient of the logits, in place.
+    def _differentiate(self, own: slice, log_probs: Tensor, grads: Tensor, log_sums: Tensor, sums: Tensor) -> None:
+        """Turn what `_normalize` has left into the gradient of the logits [rows, vocabulary], in place.
 
-        `grads` is all zeros, and is so again afterwards.
+        `grads` is all zeros, and is so again afterwards; where rows are cut, it is not used.
         """
         settings, weights, targets = self.settings, self._weights[own], self.targets[own]
         drift = 2 * settings.z_loss * log_sums * weights
         if settings.vocabulary is not None:
-            settings.vocabulary.gradient_(log_probs, targets, weights, settings.label_smoothing, drift)
+            factor = (weights + drift) / sums
+            settings.vocabulary.differentiate(log_probs, targets, factor, weights, settings.label_smoothing)
             return
         spread = weights * (settings.label_smoothing / grads.shape[1])
         if settings.label_smoothing:

@@ -1,4 +1,7 @@
-"""The tiled loss where each rank has some rows of the head: M. Shoeybi et al., "Megatron-LM", 2019, section 3."""
+"""The tiled loss where each rank has some rows of the head: M. Shoeybi et al., "Megatron-LM", 2019, section 3.
+
+Ranks exchange a few numbers of each token, never logits, and add them up in their order: all have the same bits.
+"""
 
 from __future__ import annotations
 
@@ -15,56 +18,69 @@ from zero.core.world import Axis
 class Vocabulary(NamedTuple):
     """The rows [start, start + n) of `total` are here; `axis`: of the ranks that have the others."""
 
-    axis: Axis
     start: int
     total: int
+    axis: Axis
 
     @staticmethod
-    def of(weight: Tensor) -> Vocabulary | None:
-        """Of the weight of a head; None where all rows are here.
+    def of(weight: Tensor, bias: Tensor | None) -> Vocabulary | None:
+        """Of a head; None where all rows are here.
 
-        Raises ValueError for one that is cut otherwise, and for one whose ranks no engine knows.
+        Raises ValueError for one that is cut otherwise, whose ranks no engine knows, or whose sums are those of a tree.
         """
-        if (cut := cut_of(weight)) is None:
-            return None
-        owner = owner_of(weight)
-        if len(cut.boxes) != 1 or cut.boxes[0].sizes[1:] != cut.shape[1:] or not hasattr(owner, "unit"):
-            raise ValueError(
-                f"tiled_cross_entropy(weight=...): got a part of a weight {cut.shape}; wanted some of its rows, cut "
-                "over the ranks of an engine"
-            )
-        return Vocabulary(owner.unit.mesh.beside, cut.boxes[0].offset[0], cut.shape[0])
+        found = {name: _rows(name, each) for name, each in (("weight", weight), ("bias", bias)) if each is not None}
+        if len({each and each[:2] for each in found.values()}) > 1:
+            said = " and ".join(f"{name} {each[:2] if each else 'all'}" for name, each in found.items())
+            raise ValueError(f"tiled_cross_entropy: got {said} of (first row, of all rows); wanted the same rows")
+        return found["weight"]
 
-    def sums(self, *columns: Tensor) -> tuple[Tensor, ...]:
-        """Columns [rows, 1] summed over the ranks, in their order, so that all have the same bits."""
-        rows = comm.gather_scalars(torch.cat(columns).flatten(), self.axis, "loss of a vocabulary", read=False)
-        return rows.sum(0).unsqueeze(1).chunk(len(columns))
+    def normalize(self, logits: Tensor, targets: Tensor, smooth: bool) -> Tensor:
+        """Turn this rank's logits [tokens, n] into exponentials of how far they are from the token's largest.
 
-    def log_softmax(self, logits: Tensor) -> Tensor:
-        """Turn this rank's logits [rows, n] into logarithms of probabilities among all; returns those of the sums."""
-        largest = (
-            comm.gather_scalars(logits.amax(1), self.axis, "loss of a vocabulary", read=False).amax(0).unsqueeze(1)
-        )
+        targets: [tokens, 1]. Returns [4, tokens, 1], over all rows: logarithms of the targets' probabilities, and of
+        the sums that logits are normalized by, with `smooth` the sums of all logarithms of probabilities, and what
+        exponentials are still to be divided by. Collective.
+        """
+        at, here = self._places(targets, logits)
+        of_target = torch.where(here, logits.gather(1, at), -torch.inf)  # or another rank has it
+        largest, of_target = self._gathered(logits.amax(1, keepdim=True), of_target).amax(0)
         logits -= largest
-        (total,) = self.sums(logits.exp().sum(1, keepdim=True))
-        logits -= total.log_()
-        return total.add_(largest)
+        spread = logits.sum(1, keepdim=True) if smooth else torch.zeros_like(largest)
+        sums, spread = self._gathered(logits.exp_().sum(1, keepdim=True), spread).sum(0)
+        log = sums.log()
+        return torch.stack([of_target - largest - log, largest + log, spread - self.total * log, sums])
 
-    def gradient_(self, log_probs: Tensor, targets: Tensor, weights: Tensor, smoothing: float, drift: Tensor) -> None:
-        """Turn the logarithms of probabilities into the gradient of the logits, in place.
+    def differentiate(self, made: Tensor, targets: Tensor, factor: Tensor, weights: Tensor, smoothing: float) -> None:
+        """Turn what `normalize` has left into the gradient of the logits, in place.
 
-        weights [rows, 1]: of each token's loss; drift: what its z-loss adds to that of its sum. Targets that are not
-        here are other ranks'.
+        factor: of the exponentials; weights: of each token's loss; [tokens, 1] both.
         """
-        log_probs.exp_().mul_(weights + drift).sub_(weights * (smoothing / self.total))
-        local = targets - self.start
-        here = (local >= 0) & (local < log_probs.shape[1])
-        at = local.clamp(0, log_probs.shape[1] - 1)
-        log_probs.scatter_add_(1, at, torch.where(here, (smoothing - 1) * weights, 0))
+        made *= factor
+        if smoothing:
+            made -= weights * (smoothing / self.total)
+        at, here = self._places(targets, made)
+        made.scatter_add_(1, at, torch.where(here, (smoothing - 1) * weights, 0))
 
-    def at_targets(self, log_probs: Tensor, targets: Tensor) -> Tensor:
-        """The logarithms of probabilities of the targets, on all ranks [rows, 1]."""
+    def _places(self, targets: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the targets are among these rows, some row for those that are not, and whether they are."""
         local = targets - self.start
-        here = (local >= 0) & (local < log_probs.shape[1])
-        (found,) = self.sums(torch.where(here, log_probs.gather(1, local.clamp(0, log_probs.shape[1] - 1)), 0))
-        return found
+        return local.clamp(0, of.shape[1] - 1), (local >= 0) & (local < of.shape[1])
+
+    def _gathered(self, *columns: Tensor) -> Tensor:
+        """[ranks, columns, tokens, 1]"""
+        values = torch.stack(columns)
+        rows = comm.gather_scalars(values.flatten(), self.axis, "loss of a vocabulary", read=False)
+        return rows.view(-1, *values.shape)
+
+
+def _rows(name: str, param: Tensor) -> Vocabulary | None:
+    if (cut := cut_of(param)) is None or cut.boxes[0].sizes == cut.shape:
+        return None
+    owner, said = owner_of(param), f"tiled_cross_entropy({name}=...): got a part of a {name} {cut.shape}"
+    axis = owner.unit.mesh.beside if owner is not None and hasattr(owner.unit, "engine") else None
+    if len(cut.boxes) != 1 or cut.boxes[0].sizes[1:] != cut.shape[1:] or axis is None or axis.size == 1:
+        raise ValueError(f"{said}; wanted some of its rows, cut over the ranks of an engine")
+    engine = owner.unit.engine()
+    if engine is not None and engine._config.tensor_parallel.reduce == "tree":
+        raise ValueError(f"{said} with tensor_parallel.reduce 'tree', whose sums a tiled loss has not; set 'sum'")
+    return Vocabulary(cut.boxes[0].offset[0], cut.shape[0], axis)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -226,6 +227,15 @@ class CutModel:
             share_along(axes, [param])
         self._placed = []
         self._undo()
+
+    def widen(self, memo: Mapping[int, Any]) -> None:
+        """Give a copy of the model, whose parameters are whole, the attributes that it had before it was cut.
+
+        memo: of `copy.deepcopy`, which found something else in place of this record.
+        """
+        memo[id(self._model)].__dict__.pop(_RECORD, None)
+        for module, name, value in reversed(self._changed):
+            setattr(memo[id(module)], name, value)
 
     def _undo(self) -> None:
         for forward in reversed(self._forwards):

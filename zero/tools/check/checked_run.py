@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.config import Config
+from zero.core.owner import cut_of
 from zero.launch.contract import ASSIGNED
 from zero.tools.assigned_run import AssignedRun, wrap
 from zero.tools.check.plain_engine import PlainEngine
@@ -35,7 +36,11 @@ class CheckedRun(AssignedRun):
         return overridden(settings, self.run)
 
     def plain_engine(self, model: Any, client: Any, model_parameters: Any, settings: Config) -> PlainEngine:
-        """An unsharded engine of `model`; `settings` are those of the run."""
+        """An unsharded engine of `model`; `settings` are those of the run. ValueError where the script has parts."""
+        for name, param in model.named_parameters():
+            if cut_of(param) is not None:
+                why = "is a part of a larger one, which the script has made: no process has the whole model to compare"
+                raise ValueError(f"zero check: parameter '{name}' {why}")
         return PlainEngine(model, client, model_parameters, settings, self.run.kind)
 
     def watch(self, engine: Any) -> None:

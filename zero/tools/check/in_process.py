@@ -13,6 +13,7 @@ from torch import nn
 
 from zero.compat.bitsandbytes import beside, format_of
 from zero.config import load
+from zero.config.grid_sizes import KEYS, given_sizes
 from zero.core.released import Released
 from zero.core.tensors import find_loss
 from zero.core.torch_private import parameter_of_class
@@ -89,7 +90,7 @@ class Copies:
             else:
                 client = rule._kind(groups, **rule._params)
         if run.kind is not RunKind.ENGINE:
-            settings = load(raw, origin.world_size, filled=False, refused=PARTS_OF_MODEL)
+            settings = load(raw, origin.world_size, filled=False, refused=("pp", "ep"))
             return PlainEngine(model, client, groups, settings, run.kind)
         trained = {"optimizer": client} if client is not None else {"model_parameters": groups}
         return self._initialize(model=model, config=raw, dist_init_required=False, **trained)[0]
@@ -116,6 +117,10 @@ def check(
             f"engine.check() trains copies on all {dist.get_world_size()} ranks, and this engine is one of "
             f"{engine.world_size} of them"
         )
+    said = {KEYS[key] for key in given_sizes(engine._config)}
+    for axis in PARTS_OF_MODEL:
+        if engine._config.grid.size(axis) > 1 and axis not in said:
+            raise ValueError(f"check(): an argument says {axis}, and copies of the engine are made by the JSON alone")
     copies, level = Copies(engine, initialize, batches, loss_fn or loss_of), logger.level
     logger.setLevel(max(level, logging.WARNING))  # engines do not log that they start
     try:
@@ -146,10 +151,15 @@ def whole_copy(engine: Any) -> nn.Module:
     memo: dict[int, Any] = {}
     for name, param in engine.module.named_parameters():
         memo[id(param)] = _like(param, values[name].to(engine.device))
+    tensors = engine._training.forms.tensors
+    if tensors is not None:
+        memo[id(tensors)] = "cut"  # the record that the model has, which no copy needs
     try:
         model = copy.deepcopy(engine.module, memo)
     except Exception as error:
         raise ValueError(f"check(): the model cannot be copied ({type(error).__name__}: {error})") from error
+    if tensors is not None:
+        tensors.widen(memo)
     ours = {handle.id for handle in engine._sharded.handles}
     for module in model.modules():
         for table, entries in vars(module).items():

@@ -13,7 +13,9 @@ import torch
 
 from zero.core.access import GatheredParameters
 from zero.core.agree import agree
+from zero.core.owner import owner_of
 from zero.core.tensors import find_loss
+from zero.core.values import full_shape, is_part, with_parts
 from zero.engine.hashing import hash_tensor
 from zero.tools.check.plain_engine import PlainEngine, Step, Values
 from zero.utils.full import safe_get_full_fp32_param, safe_get_full_grad
@@ -138,6 +140,8 @@ def weights(engine: Any) -> Values:
         if exact is None:
             with GatheredParameters(param):
                 exact = param.detach().clone()
+            if (owner := owner_of(param)) is not None and is_part(owner):
+                exact = with_parts(owner, exact.reshape(-1)).view(full_shape(owner))
         values[name] = exact.cpu()
     return values
 
