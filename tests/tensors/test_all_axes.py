@@ -63,7 +63,7 @@ def one_process(name: str, data: int, gas: int) -> dict[str, Any]:
             for micro in range(gas):
                 parts.append(model(**words(step * gas + micro, place)).loss)
                 (parts[-1] / (data * gas)).backward()
-        losses.append(sum(float(part) for part in parts) / len(parts))
+        losses.append(sum(part.item() for part in parts) / len(parts))
         norms.append(float(sum(param.grad.double().square().sum() for param in model.parameters())) ** 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -108,8 +108,8 @@ def check(pool: Pool, world: int, way: Way) -> None:
         for name, value in found["weights"].items():
             assert (value - wanted["weights"][name]).abs().max() <= CLOSE, (rank, name, way)
         names |= found["weights"].keys()
-        cut = [name for name in found["shapes"] if name.endswith("q_proj.weight")]
-        assert cut and (way.stage == 3 or all(found["shapes"][name] == (32 // way.tp, 32) for name in cut))
+        cut = [name for name in found["shapes"] if name.endswith("o_proj.weight")]
+        assert cut and (way.stage == 3 or all(found["shapes"][name] == (32, 32 // way.tp) for name in cut))
     assert names == {name for name, _ in make(way.name).named_parameters()}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,8 +32,15 @@ _RECORD = "_zero_cut_model"  # of a model that is cut
 class CutModel:
     """A model that is cut over the ranks along an axis, until `restore`."""
 
-    def __init__(self, model: nn.Module, plan: TensorPlan, meshes: Meshes, section: TensorParallel) -> None:
-        """Collective over the axis: all ranks take the values of its first one."""
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: TensorPlan,
+        meshes: Meshes,
+        section: TensorParallel,
+        stage_of: Mapping[str, int],
+    ) -> None:
+        """Collective over the axis: all ranks take the values of its first one. stage_of: see `cut_model`."""
         self.plan, self.axis = plan, meshes.along("tp")
         self._model, self._broadcasts = model, section.broadcast_batch
         self._compared = self.axis.size == 1
@@ -47,7 +56,7 @@ class CutModel:
         model.__dict__[_RECORD] = self
         if self.axis.size > 1:
             self._cut(meshes)
-        self._replace()
+        self._replace(stage_of)
         if self.axis.size > 1:
             self._first = FirstStep(model, plan, self.axis)
         self.whole = True
@@ -108,18 +117,11 @@ class CutModel:
             if storage is not None:
                 DeferredParam(param, name, 0, meshes.of, 0).close(storage)
 
-    def _replace(self) -> None:
+    def _replace(self, stage_of: Mapping[str, int]) -> None:
         plan, named = self.plan, dict(self._model.named_modules())
         here = {name: each for name, each in named.items() if not isinstance(each, Elsewhere)}
         regions = (NoDraws if self.blocks else Regions)(self.axis, local_device())
-        trunk, sections = None, {}
-        if names := [name for name in plan.trunk if name in here]:
-            trunk = Trunk(here[names[0]], here[names[-1]], self.axis)
-            self._forwards += trunk.ends
-        for name in (name for name in plan.sections if name in here and trunk is not None):
-            drops = regions if has_dropout(list(here[name].modules())) else None
-            sections[name] = Section(here[name], self.axis, drops, trunk)
-            self._forwards.append(sections[name])
+        sections = self._sections(here, regions, stage_of)
         self.sections = list(sections.values())
         scopes: dict[str, Scope] = dict(sections)
         for block in (block for block in plan.blocks if block.scope in here):
@@ -147,6 +149,22 @@ class CutModel:
             self._changed.append((module, name, value))
             repeats = name == "num_key_value_groups"  # each rank has one head of keys, and these of queries
             setattr(module, name, share.count if repeats else value * share.count // share.groups)
+
+    def _sections(
+        self, here: Mapping[str, nn.Module], regions: Regions, stage_of: Mapping[str, int]
+    ) -> dict[str, Section]:
+        """Cut sequences between the blocks that are here; what goes to another stage is whole, wherever that lies."""
+        found: dict[str, Section] = {}
+        for _, blocks in itertools.groupby((name for name in self.plan.trunk if name in here), stage_of.get):
+            names = [*blocks]
+            trunk = Trunk(here[names[0]], here[names[-1]], self.axis)
+            self._forwards += trunk.ends
+            for name in self.plan.sections:
+                if name in here and any(is_inside(name, block) for block in names):
+                    drops = regions if has_dropout(list(here[name].modules())) else None
+                    found[name] = Section(here[name], self.axis, drops, trunk)
+                    self._forwards.append(found[name])
+        return found
 
     def _forward(self, layer: Layer, scope: Scope | None, section: Section | None) -> CutForward:
         if self.blocks:
@@ -202,9 +220,15 @@ def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutMo
     return plan
 
 
-def cut_model(model: nn.Module, plan: TensorPlan | CutModel, meshes: Meshes, section: TensorParallel) -> CutModel:
-    """Cut a model as planned, unless it is; collective."""
-    return plan if isinstance(plan, CutModel) else CutModel(model, plan, meshes, section)
+def cut_model(
+    model: nn.Module,
+    plan: TensorPlan | CutModel,
+    meshes: Meshes,
+    section: TensorParallel,
+    stage_of: Mapping[str, int],
+) -> CutModel:
+    """Cut a model as planned, unless it is; collective. stage_of: of modules of a pipeline, by name."""
+    return plan if isinstance(plan, CutModel) else CutModel(model, plan, meshes, section, stage_of)
 
 
 def _refuse_graphs(params: dict[str, nn.Parameter]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ from zero.parallel.tensor.styles import Styles, linears_of, pretrained, styles_o
 from zero.plan.cut import Cut
 from zero.plan.grid import DENSE, PARTS, UnitAxes
 from zero.plan.tensors import STYLES, ranges_of, share_of, slice_of
+
+# What parts of a block are called that compute each token by itself.
+_BY_TOKEN = re.compile(r"(.*_)?(mlp|ffn|feed_forward|moe|experts?|router|\w*norm)\d*")
 
 
 @dataclass
@@ -44,7 +48,7 @@ class TensorPlan:
     """How a model is cut over `ranks`, of which this is number `rank`.
 
     alone: layers that no other has to be cut like; counted: attributes that count what is cut, by modules; blocks of
-    the trunk and what is cut inside of each, `sections`, where sequences are cut, too.
+    the trunk and, where sequences are cut between them, `sections`: what is cut inside of each, or mixes tokens.
     """
 
     source: str
@@ -243,10 +247,19 @@ def _cut_sequences(model: nn.Module, plan: TensorPlan) -> None:
                 f"sequence_parallel: '{block}.{direct[0]}' is cut, and no module around it; set it to false"
             )
         inside = {name.partition(".")[0] for name in names}
+        inside |= {name for name, child in model.get_submodule(block).named_children() if _mixes_tokens(name, child)}
         plan.sections += [f"{block}.{name}" for name in sorted(inside)]
         for name, param in model.get_submodule(block).named_parameters(prefix=block):
             if name.removeprefix(f"{block}.").partition(".")[0] not in inside:
                 plan.places[name] = Place(param, None, DENSE._replace(sums=("tp",)))
+
+
+def _mixes_tokens(name: str, module: nn.Module) -> bool:
+    """Whether a part of a block may read other tokens than the one it computes, so that it must see all of them."""
+    if any(isinstance(each, nn.modules.conv._ConvNd) for each in module.modules()):
+        return True
+    nested = any(each._parameters for each in module.modules() if each is not module)
+    return nested and not _BY_TOKEN.fullmatch(name)
 
 
 def _generic(name: str) -> str:
