@@ -155,6 +155,11 @@ class PipelineModule(nn.Module):
             )
         return self
 
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """The stage of each layer, by its name."""
+        return {str(number): stage for number, stage in enumerate(self._stage_of)}
+
     def numbers(self, *stages: int) -> list[int]:
         """Those of the layers of these stages."""
         return [number for number, stage in enumerate(self._stage_of) if stage in stages]

@@ -222,7 +222,8 @@ def _make_engine(
         with world.watchdog.call(Phase.INITIALIZE):
             _refuse(model, groups, settings, sharding, world)
             # What fails from here on leaves it cut, whole layers being on no rank; the next call goes on with that.
-            tensors = None if plan is None else cut_model(model, plan, meshes, settings.tensor_parallel)
+            in_stages = {} if stages is None else stages.divided.stage_of
+            tensors = None if plan is None else cut_model(model, plan, meshes, settings.tensor_parallel, in_stages)
             _agree(model, groups, world, meshes)
             if (other := sharer(model, settings)) is not None and zero_optimizer is None:
                 world.watchdog.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -43,8 +44,15 @@ _RECORD = "_zero_cut_model"  # of a model that is cut
 class CutModel:
     """A model that is cut over the ranks along an axis, until `restore`."""
 
-    def __init__(self, model: nn.Module, plan: TensorPlan, meshes: Meshes, section: TensorParallel) -> None:
-        """Collective over the axis: all ranks take the values of its first one."""
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: TensorPlan,
+        meshes: Meshes,
+        section: TensorParallel,
+        stage_of: Mapping[str, int],
+    ) -> None:
+        """Collective over the axis: all ranks take the values of its first one. stage_of: see `cut_model`."""
         self.plan, self.axis = plan, meshes.along("tp")
         self._model, self._broadcasts = model, section.broadcast_batch
         self._compared = self.axis.size == 1
@@ -61,7 +69,7 @@ class CutModel:
         self._handle = model.register_state_dict_post_hook(functools.partial(self._whole_only))
         if self.axis.size > 1:
             self._cut(meshes)
-        self._replace()
+        self._replace(stage_of)
         if self.axis.size > 1:
             self._first = FirstStep(model, plan, self.axis)
         self.whole = True
@@ -145,25 +153,11 @@ class CutModel:
             if storage is not None:
                 DeferredParam(param, name, 0, meshes.of, 0).close(storage)
 
-    def _replace(self) -> None:
+    def _replace(self, stage_of: Mapping[str, int]) -> None:
         plan, named = self.plan, dict(self._model.named_modules())
         here = {name: each for name, each in named.items() if not isinstance(each, Elsewhere)}
         regions = (NoDraws if self.blocks else Regions)(self.axis, local_device())
-        trunk, sections = None, {}
-        if names := [name for name in plan.trunk if name in here]:
-            trunk = Trunk(here[names[0]], here[names[-1]], self.axis)
-            self._forwards += trunk.ends
-            self._forwards += [
-                TokenDropout(each, self.axis, regions, trunk)
-                for name, each in here.items()
-                if isinstance(each, nn.Dropout)
-                and any(is_inside(name, block) for block in names)
-                and not any(is_inside(name, section) for section in plan.sections)
-            ]
-        for name in (name for name in plan.sections if name in here and trunk is not None):
-            drops = regions if has_dropout(list(here[name].modules())) else None
-            sections[name] = Section(here[name], self.axis, drops, trunk)
-            self._forwards.append(sections[name])
+        sections = self._sections(here, regions, stage_of)
         self.sections = list(sections.values())
         scopes: dict[str, Scope] = dict(sections)
         for block in (block for block in plan.blocks if block.scope in here):
@@ -206,6 +200,29 @@ class CutModel:
             cut |= {(module, each) for module, each, block in self.plan.counted if block in blocks}
             whole = [each for each in self._changed if each[:2] in cut]
             scope.first = FirstForward(name, [layer.name for layer in layers], whole, self.plan.source)
+
+    def _sections(
+        self, here: Mapping[str, nn.Module], regions: Regions, stage_of: Mapping[str, int]
+    ) -> dict[str, Section]:
+        """Cut sequences between the blocks that are here; what goes to another stage is whole, wherever that lies."""
+        found: dict[str, Section] = {}
+        for _, blocks in itertools.groupby((name for name in self.plan.trunk if name in here), stage_of.get):
+            names = [*blocks]
+            trunk = Trunk(here[names[0]], here[names[-1]], self.axis)
+            self._forwards += trunk.ends
+            self._forwards += [
+                TokenDropout(each, self.axis, regions, trunk)
+                for name, each in here.items()
+                if isinstance(each, nn.Dropout)
+                and any(is_inside(name, block) for block in names)
+                and not any(is_inside(name, section) for section in self.plan.sections)
+            ]
+            for name in self.plan.sections:
+                if name in here and any(is_inside(name, block) for block in names):
+                    drops = regions if has_dropout(list(here[name].modules())) else None
+                    found[name] = Section(here[name], self.axis, drops, trunk)
+                    self._forwards.append(found[name])
+        return found
 
     def _forward(self, layer: Layer, scope: Scope | None, section: Section | None) -> CutForward:
         if self.blocks:
@@ -271,9 +288,15 @@ def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutMo
     return plan
 
 
-def cut_model(model: nn.Module, plan: TensorPlan | CutModel, meshes: Meshes, section: TensorParallel) -> CutModel:
-    """Cut a model as planned, unless it is; collective."""
-    return plan if isinstance(plan, CutModel) else CutModel(model, plan, meshes, section)
+def cut_model(
+    model: nn.Module,
+    plan: TensorPlan | CutModel,
+    meshes: Meshes,
+    section: TensorParallel,
+    stage_of: Mapping[str, int],
+) -> CutModel:
+    """Cut a model as planned, unless it is; collective. stage_of: of modules of a pipeline, by name."""
+    return plan if isinstance(plan, CutModel) else CutModel(model, plan, meshes, section, stage_of)
 
 
 def _refuse_graphs(params: dict[str, nn.Parameter]) -> None:
