@@ -199,7 +199,7 @@ class CutModel:
             cut = {(module, each) for layer in layers for module, each, _ in layer.widths}
             cut |= {(module, each) for module, each, block in self.plan.counted if block in blocks}
             whole = [each for each in self._changed if each[:2] in cut]
-            scope.first = FirstForward(name, [layer.name for layer in layers], whole, self.plan.source)
+            scope.first = FirstForward(name, [layer.name for layer in layers], whole, self.plan.source).compare
 
     def _sections(
         self, here: Mapping[str, nn.Module], regions: Regions, stage_of: Mapping[str, int]

@@ -6,8 +6,8 @@ Only `forward` of the instance is replaced, inside of recomputation, so modules 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from zero.core.world import Axis
 from zero.parallel.tensor import moves
 from zero.parallel.tensor.layers import Layer
 from zero.plan.tensors import sizes_of
-
-if TYPE_CHECKING:
-    from zero.parallel.tensor.first_forward import FirstForward
 
 
 class Replaced(ReplacedForward):
@@ -59,7 +56,7 @@ class Scope(Replaced):
     ) -> None:
         super().__init__(module, axis)
         self.regions, self._around = regions, around
-        self.first: FirstForward | None = None
+        self.first: Callable[[Scope, Any, Any, dict[str, Any], str], None] | None = None
         self.whole = False
         self._moved: list[tuple[Tensor, tuple[bool, int], Tensor]] = []
 
@@ -67,7 +64,7 @@ class Scope(Replaced):
         """See `Replaced.run`."""
         if self.first is not None and isinstance(x, Tensor):
             first, self.first = self.first, None
-            first.compare(self, x, args, kwargs, name)
+            first(self, x, args, kwargs, name)
         try:
             return self.call(x, args, kwargs, name)
         finally:
