@@ -68,6 +68,7 @@ def made(ranks: int, width: int, **section: Any) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 1},
         "tensor_parallel": {"autotp_size": ranks} | section,
+        "zero": {"reduce": "tree"},  # on both sides of a comparison
         "log_level": "error",
     }
     return zero.initialize(model=Model(width), config=json)[0]
