@@ -80,8 +80,8 @@ def tokens_of(group: int, length: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (ROWS, length), generator=torch.Generator().manual_seed(group))
 
 
-def ours(ranks: int, width: int, tokens: torch.Tensor, stage: int = 1, **section: Any) -> Step:
-    """Layers over `ranks` neighbours, and a stage of ZeRO over the others."""
+def ours(ranks: int, width: int, tokens: torch.Tensor, stage: int = 1, sums: str = "auto", **section: Any) -> Step:
+    """Layers over `ranks` neighbours, and a stage of ZeRO over the others; sums: their `zero.reduce`."""
     torch.manual_seed(0)
     json = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -89,6 +89,7 @@ def ours(ranks: int, width: int, tokens: torch.Tensor, stage: int = 1, **section
         "zero_optimization": {"stage": stage},
         "tensor_parallel": {"autotp_size": ranks} | section,
         "gradient_clipping": 0,
+        "zero": {"reduce": sums},
         "log_level": "error",
     }
     engine = zero.initialize(model=Model(width), config=json)[0]
@@ -214,7 +215,7 @@ def print_times(cut: int, width: int, length: int, turns: int) -> None:
 def tree_worker(rank: int, ranks: int, width: int, length: int, blocks: list[int], turns: int) -> list[list[float]]:
     """Seconds of steps with sums in the backend's order, and with each number of blocks."""
     ways: list[dict[str, Any]] = [{}, *({"reduce": "tree", "blocks": each} for each in blocks)]
-    steps = [ours(ranks, width, tokens_of(0, length), **way) for way in ways]
+    steps = [ours(ranks, width, tokens_of(0, length), sums="tree", **way) for way in ways]
     return [[seconds for seconds, _ in each] for each in in_turns(steps, turns)]
 
 

@@ -1,12 +1,14 @@
 """The promise: the examples for images and for masked language modelling learn, and count each sample once.
 
 The server of the third has the weights of the trainer after each message, of which the later ones are small. A model in
-stages learns, too, and the times of one in pieces are drawn.
+stages learns, too, and the times of one in pieces are drawn. One whose layers are cut has the losses of one process.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import json
 import re
 import runpy
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from launching import Launchers
+from marks import longer
 from nodes import environment
 from pages import ROOT, run_script
 from ports import free_port
@@ -22,8 +25,8 @@ from ranks import Pool
 
 import zero
 
-IMAGES, MASKED, SERVE, PIPELINE = (
-    str(ROOT / "examples" / name / "train.py") for name in ("images", "masked", "serve", "pipeline")
+IMAGES, MASKED, SERVE, PIPELINE, TENSORS = (
+    str(ROOT / "examples" / name / "train.py") for name in ("images", "masked", "serve", "pipeline", "tensors")
 )
 
 
@@ -97,6 +100,33 @@ def test_a_model_in_stages_learns(pool: Pool, tmp_path: Path) -> None:
     assert "rank 0 has Embedding, Block" in first and second.strip().endswith("Block, LayerNorm, Linear")
     losses = [float(number) for number in re.findall(r"loss[^\d]*([\d.]+)", first)]
     assert len(losses) == 6 and losses[0] > losses[-1] + 0.2
+
+
+def losses_of_cut_layers(tp: int, stage: int, sequences: bool, steps: int) -> tuple[list[float], str]:
+    config = json.loads(Path(TENSORS).with_name("zero.json").read_text())
+    config["tensor_parallel"] |= {"autotp_size": tp, "sequence_parallel": sequences}
+    config["zero_optimization"]["stage"] = stage
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        losses = runpy.run_path(TENSORS)["main"](config, steps)
+    return losses, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("steps", "grids"),
+    [
+        (4, [(2, 2, 3, True)]),
+        *longer((16, [(4, 2, 3, True), (2, 2, 1, False), (4, 4, 0, True), (2, 1, 2, False)])),
+    ],
+)
+def test_layers_over_ranks_change_no_loss(pool: Pool, steps: int, grids: list[tuple[int, int, int, bool]]) -> None:
+    """By the configuration alone; a rank has little more than its part."""
+    ((alone, whole),) = pool.run(1, losses_of_cut_layers, 1, 1, False, steps)
+    assert len(alone) == steps and alone[-1] < alone[0] - 0.5 and "rank 0 works with 186,944 of 186,944" in whole
+    for world, tp, stage, sequences in grids:
+        for losses, said in pool.run(world, losses_of_cut_layers, tp, stage, sequences, steps):
+            assert losses == pytest.approx(alone, rel=2e-5)
+            here = int(re.findall(r"works with ([\d,]+)", said)[0].replace(",", ""))
+            assert 186_944 / tp <= here < 186_944 / tp * 1.4
 
 
 @pytest.mark.long

@@ -136,6 +136,11 @@ def forms(file: File, grid: Grid, refused: Collection[str]) -> Iterator[str]:
         yield f"{', '.join(named)}: is not planned for yet; leave it out here, only training takes it"
     if file.zero_optimization.zero_hpz_partition_size > 1 and (size := grid.size("pp", "tp")) > 1:
         yield f"{_HPZ}: got more than 1 with pp x tp {size}; keep one of the two"
+    if file.tensor_parallel.reduce == "tree" and file.zero.reduce != "tree":
+        yield (
+            f"tensor_parallel.reduce: got 'tree' with zero.reduce '{file.zero.reduce}', whose norms, and on other data "
+            "ranks gradients, have other bits; set zero.reduce to 'tree', too"
+        )
     if file.tensor_parallel.broadcast_batch and grid.size("pp") > 1:
         yield "tensor_parallel.broadcast_batch: is not there for stages of a pipeline, which read batches themselves"
 
