@@ -51,8 +51,10 @@ def test_two_by_two_ranks_train_as_one_plain_process(
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 1), (4, 3)])
-def test_it_saves_and_resumes(four: Pool, tiny: Path, tmp_path: Path, ranks: int, stage: int) -> None:
-    """On rank 0 alone a save would wait for ever, and a resume elsewhere failed on shapes (transformers-48569)."""
+def test_transformers_48569_and_deepspeed_7320_it_saves_and_resumes(
+    four: Pool, tiny: Path, tmp_path: Path, ranks: int, stage: int
+) -> None:
+    """On rank 0 alone a save waited for ever, and a resume failed on shapes or lost the moments."""
     from transformers import AutoModelForCausalLM
 
     kept = tmp_path / "a" / "checkpoint-3"
@@ -66,8 +68,8 @@ def test_it_saves_and_resumes(four: Pool, tiny: Path, tmp_path: Path, ranks: int
     assert not any(found.values()), "what it saves is whole, by Transformers' own names"
 
 
-def test_trl_trains_as_one_plain_process(four: Pool, tiny: Path, tmp_path: Path) -> None:
-    """It multiplies by the weight of the head itself, which stays whole; tokens it counts on each rank (trl-7100)."""
+def test_trl_7100_trl_trains_as_one_plain_process(four: Pool, tiny: Path, tmp_path: Path) -> None:
+    """It multiplies by the weight of the head itself, which stays whole; tokens it counts on each rank."""
     script = Path(importlib.util.find_spec("trl").origin).parent / "scripts" / "sft.py"
     write_rows(tmp_path / "data", "sft")
     config = tmp_path / "zero.json"

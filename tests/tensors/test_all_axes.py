@@ -177,7 +177,7 @@ EIGHT = [
     Way(3, pp=2, gas=4, schedule="interleaved", sequences=True, name="qwen3"),
     Way(1, cp=2, sequences=True, name="qwen3"),
     Way(1, pp=2, tp=4, sequences=True),
-    Way(3, cp=2, tp=4),
+    Way(3, cp=2, tp=4, mode="ring"),
     Way(2, pp=2, name="integers"),
     Way(3, pp=2, tp=4, sequences=True, name="integers"),
 ]

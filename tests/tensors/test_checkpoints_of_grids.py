@@ -89,7 +89,7 @@ def interchange(pool: Pool, names: list[str], path: Path) -> None:
 
 
 @needs_transformers
-def test_one_process_and_layers_over_three_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_deepspeed_8474_one_process_and_layers_over_three_ranks(pool: Pool, tmp_path: Path) -> None:
     interchange(pool, ["one", "tp 3, parts of unequal size"], tmp_path)
 
 

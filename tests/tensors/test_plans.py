@@ -129,8 +129,8 @@ def scaled(sums: bool, inside: bool) -> str:
 
 
 @pytest.mark.ranks(2)
-def test_gradients_of_what_is_whole_are_compared_in_the_first_step() -> None:
-    """Of a weight that is repeated but fed a part they are a part of a sum (Megatron-7452-11, torchtitan-1373)."""
+def test_megatron_7452_11_and_torchtitan_1373_gradients_of_what_is_whole_are_compared() -> None:
+    """Of a weight that is repeated but fed a part they are a part of a sum."""
     assert scaled(True, True) == scaled(False, False) == "nothing"
     assert "parameter 'scale.weight' is whole on 2 ranks, and its gradient is not the same" in scaled(False, True)
     assert "ranks see different parts of what parameter 'scale.weight'" in scaled(True, False)

@@ -75,10 +75,9 @@ def test_masks_of_ranks_that_share_layers() -> None:
     masks(2)
 
 
-@pytest.mark.long
 @pytest.mark.ranks(4)
-def test_masks_beside_data_ranks() -> None:
-    """One mask for a group, another one for each data rank (tt-metal-55947)."""
+def test_tt_metal_55947_masks_beside_data_ranks() -> None:
+    """One mask for the ranks that share layers, another one for each data rank."""
     masks(2)
 
 

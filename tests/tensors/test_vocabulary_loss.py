@@ -107,8 +107,8 @@ def compared(stage: int, dtype: torch.dtype = torch.float32) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_loss_and_gradients_of_a_head_in_unequal_parts(stage: int) -> None:
-    """Nor has it log(tp) in it, as one fed with logits of all ranks had (Megatron-7452-CE)."""
+def test_megatron_7452_ce_and_torchtitan_3412_loss_of_a_head_in_unequal_parts(stage: int) -> None:
+    """It has no log(tp) in it, as one fed with gathered logits had; what slices of tokens give is no part of a sum."""
     compared(stage)
 
 

@@ -249,8 +249,9 @@ class TrainingStep:
             self.forms.tensors.see(loss)
         config = self._accumulation.config
         share = weight.factor if config.counted else 1 / config.gradient_accumulation_steps
-        if tokens is not None and self.forms.sharing is not None and self.forms.sharing.cuts:
-            tokens = tokens / config.sequence_parallel_size  # every rank that shares them says all
+        if tokens is not None:  # every rank that shares them, as along tp, says all
+            shares = self.forms.sharing is not None and self.forms.sharing.cuts
+            tokens = tokens / config.grid.size("tp") / (config.sequence_parallel_size if shares else 1)
         self.record.backward(loss, times * share, 0.0 if tokens is None else tokens, weight.count)
 
     def step(self, scheduler: Any, lr_kwargs: dict[str, Any], partial: bool) -> None:
