@@ -81,23 +81,15 @@ def tiled_cross_entropy(
 
     Between forward and backward the gradient of the weight is kept in fp32; the weight itself is read in the forward
     only. There is no second derivative: a backward with `create_graph=True` raises RuntimeError. Raises ValueError for
-    arguments that do not fit together, on the CPU also for a target outside the vocabulary (a GPU stops the program).
+    arguments that do not fit together, on the CPU also for a target outside the vocabulary (a GPU stops the program; if
+    rows are cut, the loss is infinite there).
     """
     if has_torch_function_variadic(hidden, weight, bias):
         # A released parameter brings its values on this way, and calls us again with itself, which knows its cut.
-        return handle_torch_function(
-            tiled_cross_entropy,
-            (hidden, weight, bias),
-            hidden,
-            weight,
-            targets,
-            bias,
-            tile_size=tile_size,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-        )
+        how = {"tile_size": tile_size, "ignore_index": ignore_index, "reduction": reduction}
+        how |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        among = hidden, weight, bias
+        return handle_torch_function(tiled_cross_entropy, among, hidden, weight, targets, bias, **how)
     _check_tensors(hidden, weight, targets, bias)
     _check_options(tile_size, reduction, label_smoothing, z_loss)
     vocabulary = Vocabulary.of(weight, bias)

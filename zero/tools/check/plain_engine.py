@@ -14,7 +14,6 @@ import copy
 import inspect
 import math
 import types
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +27,7 @@ from zero.config import Config
 from zero.config.optimizers import ARGUMENTS, LambParams, MuonParams, torch_reason
 from zero.core.micro_batches import weighted
 from zero.core.mixed_precision import DTYPES
-from zero.core.world import Axis, backend_of, local_device
+from zero.core.world import local_device
 from zero.data import Loader
 from zero.data.loader import make_loader
 from zero.engine.arguments import Groups, client_optimizer, parameter_groups
@@ -37,8 +36,7 @@ from zero.engine.status import Status
 from zero.engine.weighing import Weighing
 from zero.optim.make import torch_arguments
 from zero.optim.muon_groups import muon_groups, rules_line
-from zero.parallel.tensor.first_step import broadcast_batch
-from zero.plan.grid import DATA, Grid
+from zero.tools.check.places import Places
 from zero.tools.check.runs import RunKind
 
 Values = dict[str, torch.Tensor]
@@ -74,11 +72,8 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         self.module = module.to(device)
         there = dist.is_initialized()
         self.global_rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
-        self._grid = settings.grid if settings.grid.world == self.world_size else Grid(self.world_size)
-        self._groups: list[dist.ProcessGroup] = []
-        self._metrics = Metrics(self._axis(*DATA), device)
-        broadcasts = settings.tensor_parallel.broadcast_batch and self._grid.size("tp") > 1
-        self._beside = self._axis("tp") if broadcasts else None  # of ranks that get the batch of the first of them
+        self._places = Places(settings, device)
+        self._metrics = Metrics(self._places.data, device)
         self._status = Status(None)
         self.last: Step | None = None
         self._config = settings
@@ -107,15 +102,6 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
             self._sums |= dict.fromkeys(trained)
             group["params"] = [masters[param] for param in trained]
 
-    def _axis(self, *axes: str) -> Axis:
-        """The ranks along these axes of the grid; collective over all."""
-        ranks, group = self._grid.ranks(axes, self.global_rank), None
-        if len(ranks) < self.world_size:
-            made = {each: dist.new_group(list(each)) for each in self._grid.lists(*axes)}
-            self._groups.append(group := made[ranks])
-        native = dist.is_initialized() and backend_of(dist.group.WORLD, self.device) == "nccl"
-        return Axis(group and weakref.ref(group), len(ranks), ranks.index(self.global_rank), native, ranks=ranks)
-
     def follow(self, lead: Sequence[Step]) -> None:
         """Take each step from the weights and with the gradients of `lead`."""
         self._lead = lead
@@ -132,8 +118,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if self._beside is not None:
-            inputs, kwargs = broadcast_batch((inputs, kwargs), self._beside)
+        inputs, kwargs = self._places.batch(inputs, kwargs)
         self._weighing.forward(kwargs)
         if self._config.autocast_dtype is None:
             return self.module(*inputs, **kwargs)
@@ -238,9 +223,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     def destroy(self) -> None:
         """End the groups that were made."""
-        for group in self._groups:
-            dist.destroy_process_group(group)
-        self._groups = []
+        self._places.close()
 
     def __getattr__(self, name: str) -> Any:
         """Look up what is missing in the module."""
@@ -345,23 +328,19 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         param.grad = None
 
     def _reduce(self) -> None:
-        """Sum over the ranks in their order and take the mean; a parameter without a gradient has one of zeros.
-
-        Of ranks that cut the same layers, and so have the same samples, one counts.
-        """
+        """Sum over the ranks in their order and take the mean; a parameter without a gradient has one of zeros."""
         names = {param: name for name, param in self.module.named_parameters()}
         mean = self._config.gradient_factor
         if self._config.counted:
             count = self._metrics.reduce(float(sum(self._counts)), "sum") * self._config.sequence_parallel_size
             mean = mean / count if count else 0.0
-        summed = self._grid.ranks((*DATA, "cp"), self.global_rank)
         for param, grad in self._sums.items():
             master = self.masters[names[param]]
             grad = torch.zeros_like(master) if grad is None else grad
             if self.world_size > 1:
                 rows = [torch.empty_like(grad) for _ in range(self.world_size)]
                 dist.all_gather(rows, grad.contiguous())
-                first, *others = (rows[rank] for rank in summed)
+                first, *others = (rows[rank] for rank in self._places.summed)
                 grad = sum(others, start=first)
             master.grad = (grad * mean).to(master.dtype)
         self._sums, self._counts = dict.fromkeys(self._sums), []
