@@ -58,7 +58,7 @@ class Way(NamedTuple):
         return found
 
     def make(self) -> nn.Module:
-        return Integers(6, 3) if self.exact else family(self.name, **SIZES)
+        return Integers() if self.exact else family(self.name, **SIZES)
 
     def batch(self, number: int, place: int) -> dict[str, torch.Tensor]:
         return (integers if self.exact else words)(number, place)

@@ -252,7 +252,7 @@ def test_pytorch_188947_uneven_parts_begin_where_the_one_before_ends() -> None:
 
 
 def uneven() -> Integers:
-    return Integers(6, 3, inner=7)
+    return Integers(6, 6, inner=7)
 
 
 def consolidated(stage: int, folder: Path) -> dict[str, torch.Tensor]:
