@@ -24,7 +24,7 @@ from zero.parallel.tensor.plan import Place, TensorPlan, is_inside, merged, tens
 from zero.parallel.tensor.tree import NoDraws, TreeForward, check_blocks
 from zero.plan.grid import UnitAxes
 
-_RECORD = "_zero_cut_model"  # of a model that is cut
+RECORD = "_zero_cut_model"  # of a model that is cut
 
 
 class CutModel:
@@ -36,18 +36,16 @@ class CutModel:
         self._model, self._broadcasts = model, section.broadcast_batch
         self._compared = self.axis.size == 1
         self.blocks = section.blocks if section.reduce == "tree" else 0
-        self._forwards: list[Replaced] = []
-        self._changed: list[tuple[nn.Module, str, Any]] = []
         self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []
-        self.sections: list[Section] = []
         self._first: FirstStep | None = None
         self.whole = False  # whether all of it is as planned: else parameters are in parts, and no layer knows
         if self.axis.size > 1:  # before anything is changed
             _refuse_graphs({name: place.param for name, place in plan.places.items() if place.cut is not None})
-        model.__dict__[_RECORD] = self
+        model.__dict__[RECORD] = self
         if self.axis.size > 1:
             self._cut(meshes)
-        self._replace()
+        self._forwards, self.sections = replaced(model, plan, self.axis, self.blocks)
+        self._changed = set_counts(model, plan)
         if self.axis.size > 1:
             self._first = FirstStep(model, plan, self.axis)
         self.whole = True
@@ -87,77 +85,27 @@ class CutModel:
 
     def _cut(self, meshes: Meshes) -> None:
         for name, param in list(self._model.named_parameters()):
-            place, owner = self.plan.places.get(name), owner_of(param)
+            at, owner = self.plan.places.get(name), owner_of(param)
             deferred = owner.unit if owner is not None and isinstance(owner.unit, DeferredParam) else None
             if deferred is None:
                 comm.broadcast(param.detach(), 0, self.axis, name)
-            if place is None:
+            if at is None:
                 continue  # where it is deferred it has the values of rank 0, whoever holds them
-            self._placed.append((param, place, axes_of(param)))
-            axes = merged(axes_of(param), place.axes)
-            if place.cut is None:
-                share_along(axes, [param])
-                continue
+            self._placed.append((param, at, axes_of(param)))
             storage = None
-            if deferred is not None:
+            if deferred is not None and at.cut is not None:
                 storage = ShardStorage(deferred.shard.values.device, deferred.shard.values.is_pinned())
                 deferred.open()
                 deferred.make_plain()
-            param.data = sliced(param.detach(), place, self.axis.rank)
-            set_cut(param, place.cut, axes)
+            place(param, at, self.axis.rank)
             if storage is not None:
                 DeferredParam(param, name, 0, meshes.of, 0).close(storage)
-
-    def _replace(self) -> None:
-        plan, named = self.plan, dict(self._model.named_modules())
-        here = {name: each for name, each in named.items() if not isinstance(each, Elsewhere)}
-        regions = (NoDraws if self.blocks else Regions)(self.axis, local_device())
-        trunk, sections = None, {}
-        if names := [name for name in plan.trunk if name in here]:
-            trunk = Trunk(here[names[0]], here[names[-1]], self.axis)
-            self._forwards += trunk.ends
-        for name in (name for name in plan.sections if name in here and trunk is not None):
-            drops = regions if has_dropout(list(here[name].modules())) else None
-            sections[name] = Section(here[name], self.axis, drops, trunk)
-            self._forwards.append(sections[name])
-        self.sections = list(sections.values())
-        scopes: dict[str, Scope] = dict(sections)
-        for block in (block for block in plan.blocks if block.scope in here):
-            around = next((each for name, each in sections.items() if is_inside(block.scope, name)), None)
-            if block.scope not in scopes:
-                drops = regions if has_dropout(list(here[block.scope].modules())) else None
-                scopes[block.scope] = Scope(here[block.scope], self.axis, drops, around)
-                self._forwards.append(scopes[block.scope])
-            for layer in block.layers:
-                if layer.name in here and not layer.param:
-                    self._forwards.append(self._forward(layer, scopes[block.scope], around))
-                    set_widths(layer, self._changed)
-        for layer in plan.alone:
-            if layer.name in here and not layer.param and (layer.style.takes or layer.style.gives):
-                self._forwards.append(self._forward(layer, None, None))
-                if layer.divided:
-                    set_widths(layer, self._changed)
-        for module, name, block in plan.counted:
-            if not hasattr(module, name):
-                continue
-            value, share = (
-                getattr(module, name),
-                max((layer.share for layer in block.layers), key=lambda each: each.groups),
-            )
-            self._changed.append((module, name, value))
-            repeats = name == "num_key_value_groups"  # each rank has one head of keys, and these of queries
-            setattr(module, name, share.count if repeats else value * share.count // share.groups)
-
-    def _forward(self, layer: Layer, scope: Scope | None, section: Section | None) -> CutForward:
-        if self.blocks:
-            return TreeForward(layer, self.axis, scope, self.blocks)
-        return CutForward(layer, self.axis, scope, section)
 
     @torch.no_grad()
     def restore(self, alone: bool = False) -> None:
         """Make the model whole again; collective, but where other ranks are gone, `alone`: then their parts are NaN."""
         axis = None if alone else self.axis
-        self._model.__dict__.pop(_RECORD, None)
+        self._model.__dict__.pop(RECORD, None)
         if self._first is not None:
             self._first.close()
         for param, place, axes in self._placed:
@@ -176,6 +124,67 @@ class CutModel:
         self._forwards, self._changed = [], []
 
 
+def replaced(model: nn.Module, plan: TensorPlan, axis: Axis, blocks: int) -> tuple[list[Replaced], list[Section]]:
+    """Replace the forwards of what a plan cuts, layers in `blocks` blocks, 0 for none; and what sections there are."""
+    here = _here(model)
+    regions = (NoDraws if blocks else Regions)(axis, local_device())
+
+    def dropping(scope: str) -> Regions | None:
+        return regions if has_dropout(list(here[scope].modules())) else None
+
+    def forward(layer: Layer, *where: Any) -> CutForward:
+        return TreeForward(layer, axis, where[0], blocks) if blocks else CutForward(layer, axis, *where)
+
+    found: list[Replaced] = []
+    trunk, sections = None, {}
+    if names := [name for name in plan.trunk if name in here]:
+        trunk = Trunk(here[names[0]], here[names[-1]], axis)
+        found += trunk.ends
+    for name in (name for name in plan.sections if name in here and trunk is not None):
+        sections[name] = Section(here[name], axis, dropping(name), trunk)
+        found.append(sections[name])
+    scopes: dict[str, Scope] = dict(sections)
+    for block in (block for block in plan.blocks if block.scope in here):
+        around = next((each for name, each in sections.items() if is_inside(block.scope, name)), None)
+        if block.scope not in scopes:
+            scopes[block.scope] = Scope(here[block.scope], axis, dropping(block.scope), around)
+            found.append(scopes[block.scope])
+        inside = (layer for layer in block.layers if layer.name in here and not layer.param)
+        found += [forward(layer, scopes[block.scope], around) for layer in inside]
+    alone = (layer for layer in plan.alone if layer.name in here and not layer.param)
+    found += [forward(layer, None, None) for layer in alone if layer.style.takes or layer.style.gives]
+    return found, list(sections.values())
+
+
+def set_counts(model: nn.Module, plan: TensorPlan) -> list[tuple[nn.Module, str, Any]]:
+    """Have attributes that say widths, or count heads, say those of this rank; and what they were."""
+    here, changed = _here(model), list[tuple[nn.Module, str, Any]]()
+    for layer in plan.layers:
+        if layer.name in here and layer.divided and not layer.param:
+            set_widths(layer, changed)
+    for module, name, block in plan.counted:
+        if hasattr(module, name):
+            value, share = getattr(module, name), max((each.share for each in block.layers), key=lambda it: it.groups)
+            changed.append((module, name, value))
+            repeats = name == "num_key_value_groups"  # each rank has one head of keys, and these of queries
+            setattr(module, name, share.count if repeats else value * share.count // share.groups)
+    return changed
+
+
+def place(param: nn.Parameter, at: Place, rank: int) -> None:
+    """Leave of a parameter the part that a rank has, and have an engine that is made later know it."""
+    axes = merged(axes_of(param), at.axes)
+    if at.cut is None:
+        share_along(axes, [param])
+        return
+    param.data = sliced(param.detach(), at, rank)
+    set_cut(param, at.cut, axes)
+
+
+def _here(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: each for name, each in model.named_modules() if not isinstance(each, Elsewhere)}
+
+
 def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutModel | None:
     """How the model is to be cut; None where it is not, or by hand; the record where by another engine.
 
@@ -184,7 +193,7 @@ def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutMo
     ranks = settings.grid.ranks("tp", rank)
     if len(ranks) == 1 and settings.tensor_parallel.reduce != "tree":
         return None
-    if (before := model.__dict__.get(_RECORD)) is not None:
+    if (before := model.__dict__.get(RECORD)) is not None:
         blocks = settings.tensor_parallel.blocks * (settings.tensor_parallel.reduce == "tree")
         same = (before.plan.rank, before.plan.ranks, before.blocks) == (ranks.index(rank), len(ranks), blocks)
         if not (same and before.whole):
