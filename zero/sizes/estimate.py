@@ -139,7 +139,8 @@ def estimate(
 ) -> Estimate:
     """Bytes on rank 0 of `ranks` ranks, by kind, stage and placement; in a pipeline, on the rank that has the most.
 
-    Rank 0 has the most of layers that are cut over ranks; notes say what is cut, and how. Others have the same, but for what moments in fewer bits take, of which a shard of norms and biases has none.
+    Others have the same, but for what moments in fewer bits take, of which a shard of norms and biases has none, and of
+    layers that are cut over ranks, of which rank 0 has the most. Notes say what is cut, and how.
 
     model: a module, also one on the meta device: nothing is allocated; its leaf modules are marked, as by `initialize`.
     Or a number of parameters, of which a transformer is made, with `layers` and `width` where they are known.
@@ -169,7 +170,9 @@ def estimate(
             "those of the stage that has the most."
         )
     if not isinstance(model, Shape):
-        what = f"{sum(spec.full_numel for unit in units for spec in unit.params):,} parameters of {type(model).__name__}"
+        what = (
+            f"{sum(spec.full_numel for unit in units for spec in unit.params):,} parameters of {type(model).__name__}"
+        )
     section = settings.zero_optimization
     notes += () if cut is None else cut.text()
     if section.offload_optimizer.ratio == "auto":

@@ -259,7 +259,14 @@ class _Tracer:
         """What a call of the unit gives, from nothing."""
         leaves, structure = tree_flatten((args, kwargs))
         block = anchor in self._blocks and torch.is_grad_enabled()
-        kind = (_kind(module), _replacing(forward), block, torch.is_grad_enabled(), str(structure), *map(_described, leaves))
+        kind = (
+            _kind(module),
+            _replacing(forward),
+            block,
+            torch.is_grad_enabled(),
+            str(structure),
+            *map(_described, leaves),
+        )
         if kind not in self._known:
             self._outer.paused = True
             self._known[kind] = self._measured(module, forward, leaves, structure, block)
