@@ -179,7 +179,7 @@ class Grid:
         if not found:
             return []
         each = (
-            f"{hosts[0]} ranks on each host" if len({*hosts}) == 1 else f"{', '.join(map(str, hosts))} ranks on hosts"
+            f"{hosts[0]} ranks on each host" if len({*hosts}) == 1 else f"hosts of {', '.join(map(str, hosts))} ranks"
         )
         return [
             f"tp is {self.sizes['tp']} with {each}: {len(found)} of its groups cross hosts, the first with ranks "

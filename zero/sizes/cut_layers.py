@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,10 +92,10 @@ class CutCopy:
         self._settings = settings
         plan = planned(self.module, settings, 0)
         self.plan = plan if isinstance(plan, TensorPlan) else None  # None: its maker has cut it
-        for param in self.module.parameters() if self.plan is not None else ():
-            at = next((at for at in self.plan.places.values() if at.param is param), None)
-            if at is not None:
-                place(param, at, 0)
+        places = {} if self.plan is None else self.plan.places
+        for name, param in self.module.named_parameters():
+            if name in places:
+                place(param, places[name], 0)
 
     def text(self) -> Iterator[str]:
         """Lines that say what is cut, how, and what is whole; layers that repeat are one."""
@@ -124,8 +125,11 @@ class CutCopy:
         forwards, sections = replaced(self.module, self.plan, _nobody(self.plan.ranks), blocks)
         for forward in forwards:
             forward.axis = replace(forward.axis, watchdog=_Noting(names[id(forward.module)], found))
+        recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, _META)
         if settings.zero.recompute.policy != "auto":
-            Recomputing(settings.zero.recompute, settings.activation_checkpointing, _META).apply(self.module)
+            recomputing.apply(self.module)
+        for each in recomputing.modules:  # whose second run does not see what surrounds a backward
+            each.compile(partial(_within, DeviceKernels(device)))
         positional, named = arguments(inputs, _META, kind)
         for _ in range(2 if sections else 1):  # the first step finds out which sums are scattered
             found.clear()
@@ -144,18 +148,28 @@ class CutCopy:
         try:
             found = self.messages(inputs, device)
         except Exception as error:  # whatever a model does on the meta device, the rest of the plan holds
-            yield f"Messages along tp are not counted: {type(error).__name__}: {error}"
+            yield f"Messages along tp are not counted: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return
         factor = count / samples_in(inputs) / shared
         yield (
             f"A micro-batch of {count} sample{'s' * (count > 1)} sends from each rank along tp {len(found)} messages, "
             f"{factor * sum(each.nbytes for each in found) / 1e6:,.3f} MB:"
         )
+        if settings.zero.recompute.modules and settings.zero.recompute.policy == "auto":
+            yield "  and those of the forward once more of each block that 'auto' recomputes, which the run chooses"
         rows = _folded((each.where, each[1:]) for each in found)
         width = max((len(name) for name, *_ in rows), default=0)
         for name, (what, nbytes, backward), times in rows:
             when = "backward" if backward else "forward"
             yield f"  {name:<{width}}  {when:<8}  {what:<13} {times:>3} x {factor * nbytes:,.0f} bytes"
+
+
+def _within(kernels: DeviceKernels, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with kernels:
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def _fates(module: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, tuple[str, str]]]:
