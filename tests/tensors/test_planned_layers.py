@@ -22,7 +22,8 @@ from torch import nn
 import zero
 from zero.__main__ import main
 from zero.config import load
-from zero.sizes.cut_layers import CutCopy, _folded
+from zero.sizes.cut_layers import CutCopy, folded
+from zero.sizes.layer_messages import messages
 
 
 class Model(Integers):
@@ -47,7 +48,11 @@ def llama(**more: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return family("llama", **{"use_cache": False, **more}), words(0, place_of(2))
 
 
-MODELS = {"integers": made, "llama": llama, "wide": lambda: llama(hidden_size=256, intermediate_size=256, vocab_size=128)}
+MODELS = {
+    "integers": made,
+    "llama": llama,
+    "wide": lambda: llama(hidden_size=256, intermediate_size=256, vocab_size=128),
+}
 RECOMPUTE = {"recompute": {"modules": ["LlamaDecoderLayer"]}}
 
 
@@ -88,7 +93,7 @@ def test_bytes_and_messages_are_those_of_an_engine(name: str, stage: int, sectio
     settings = json_of(2, stage, tensor_parallel=section, zero=more, **adam())
     model, inputs = MODELS[name]()
     planned = zero.estimate(model, settings, 2, device="cpu").configured.device
-    messages = CutCopy(model, load(settings, 2)).messages(inputs, "cpu")
+    noted = messages(CutCopy(model, load(settings, 2)), inputs, "cpu")
     engine, *_ = zero.initialize(model=model, config=settings)
     for step in range(2):  # from the second one on sums are scattered
         with sent(engine) as forward:
@@ -97,8 +102,8 @@ def test_bytes_and_messages_are_those_of_an_engine(name: str, stage: int, sectio
             engine.backward(getattr(out, "loss", out))
         state = engine.state_nbytes()
         engine.step()
-        assert step == 0 or forward == [(each.what, each.nbytes) for each in messages if not each.backward]
-        assert step == 0 or backward == [(each.what, each.nbytes) for each in messages if each.backward]
+        assert step == 0 or forward == [(each.what, each.nbytes) for each in noted if not each.backward]
+        assert step == 0 or backward == [(each.what, each.nbytes) for each in noted if each.backward]
     rest = engine.state_nbytes()
     engine.destroy()
     ours = rest.parameters, state.gradients, rest.optimizer
@@ -204,6 +209,6 @@ def test_a_plan_and_a_dry_run_warn_of_groups_on_several_hosts(tmp_path, capsys, 
 
 def test_names_that_repeat_are_one() -> None:
     names = [f"h.{block}.experts.{expert}.up" for block in (1, 2, 4) for expert in range(2)]
-    found = _folded([("h.0.up", "a"), *((name, "a") for name in names), ("3", "a"), ("h.7.up", "b"), ("h.7.up", "b")])
+    found = folded([("h.0.up", "a"), *((name, "a") for name in names), ("3", "a"), ("h.7.up", "b"), ("h.7.up", "b")])
     assert found == [("h.0.up", "a", 1), ("h.{1,2,4}.experts.{0-1}.up", "a", 6), ("3", "a", 1), ("h.7.up", "b", 2)]
-    assert Counter(_folded([("a.0.b.0", 1), ("a.1.b.1", 1)])) == Counter([("a.0.b.0", 1, 1), ("a.1.b.1", 1, 1)])
+    assert Counter(folded([("a.0.b.0", 1), ("a.1.b.1", 1)])) == Counter([("a.0.b.0", 1, 1), ("a.1.b.1", 1, 1)])

@@ -154,10 +154,8 @@ def estimate(
     if isinstance(model, int | float):
         model = shape_of(model, layers, width)
         what = str(model)
-    cut = None
-    if settings.grid.size("tp") > 1:
-        cut = _cut(model, settings)
-        model = cut.module
+    cut = _cut(model, settings) if settings.grid.size("tp") > 1 else None
+    model = model if cut is None else cut.module
     formats, notes = state_formats(model, settings)
     units = units_of(model, settings, formats.alignment)
     parts = [units]
@@ -170,9 +168,8 @@ def estimate(
             "those of the stage that has the most."
         )
     if not isinstance(model, Shape):
-        what = (
-            f"{sum(spec.full_numel for unit in units for spec in unit.params):,} parameters of {type(model).__name__}"
-        )
+        numel = sum(spec.full_numel for unit in units for spec in unit.params)
+        what = f"{numel:,} parameters of {type(model).__name__}"
     section = settings.zero_optimization
     notes += () if cut is None else cut.text()
     if section.offload_optimizer.ratio == "auto":

@@ -177,11 +177,12 @@ def _of_cut_layers(given: argparse.Namespace, source: PlannedModel) -> Iterator[
     if settings.grid.size("tp") == 1 or source.inputs is None:
         return
     from zero.sizes.cut_layers import CutCopy
+    from zero.sizes.layer_messages import message_text
 
     for line in settings.grid.crossing([_ranks_per_host(given)] * settings.grid.world):
         print(f"zero plan: warning: {line}", file=sys.stderr)
     yield ""
-    yield from CutCopy(cast("nn.Module", source.model), settings).message_text(source.inputs, given.device)
+    yield from message_text(CutCopy(cast("nn.Module", source.model), settings), source.inputs, given.device)
 
 
 class PlannedModel:
