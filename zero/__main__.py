@@ -141,18 +141,18 @@ def _run(args: argparse.Namespace) -> int:
     _check_config(request.config)
     from zero.launch import start
 
-    return start.run(request, lambda world: _groups(request.config, world))
+    return start.run(request, lambda hosts: _groups(request.config, hosts))
 
 
-def _groups(config: run_args.ConfigFlags, world: int) -> list[str]:
-    """The groups of a run of `world` ranks along the axes that its configuration names."""
+def _groups(config: run_args.ConfigFlags, hosts: Sequence[int]) -> list[str]:
+    """The groups of a run, of so many ranks on each host, along the axes that its configuration names."""
     if config.file is None and not config.sets:
         return []
     from zero.config.check import group_lines
     from zero.config.errors import ConfigError
 
     try:
-        return group_lines(config.file, config.sets, world)
+        return group_lines(config.file, config.sets, hosts)
     except ConfigError as error:
         raise run_args.LaunchError(f"--config and --set: {error}") from None
 

@@ -102,7 +102,7 @@ NO_TIME = "got 2, wanted 1, as the time of pipelines is not predicted; for bytes
         (None, [*MODEL, "--pp", "2", "--json"], f"--pp: {NO_TIME}"),
         ({"stages": 2}, [MODEL[0]], f"pipeline.stages: {NO_TIME}"),
         (None, ["--params", "1e7", "--world", "4", "--pp", "2"], "no layers are known; give a model"),
-        (None, [*MODEL, "--tp", "2", "--pp", "2"], "--tp: it is not planned"),
+        (None, [*MODEL, "--tp", "2", "--pp", "2"], "is not planned together with pipeline.stages 2"),
     ],
 )
 def test_a_plan_that_cannot_be_says_why(capsys, tmp_path, section, words, text):

@@ -99,18 +99,18 @@ def problems(file: str | None, sets: Sequence[str]) -> list[str]:
     return [*source.errors, *walk.errors, *_optimizer(found)]
 
 
-def group_lines(file: str | None, sets: Sequence[str], world: int) -> list[str]:
-    """The groups of `world` ranks that such a configuration makes, as comments of a shell.
+def group_lines(file: str | None, sets: Sequence[str], hosts: Sequence[int]) -> list[str]:
+    """The groups that such a configuration makes of the ranks, so many on each host, as comments of a shell.
 
-    Raises ConfigError for sizes that do not fit.
+    Behind them is a warning where layers are cut over several hosts. Raises ConfigError for sizes that do not fit.
     """
     source = read({} if file is None else file)
     for text in sets:
         override(source.values, text)
-    grid, errors = grid_of(Walk().section(source.values, File), world, NOTHING_TOLD)
+    grid, errors = grid_of(Walk().section(source.values, File), sum(hosts), NOTHING_TOLD)
     if errors:
         raise ConfigError(errors)
-    return [f"# {line}" for line in grid.text()]
+    return [f"# {line}" for line in [*grid.text(), *(f"warning: {line}" for line in grid.crossing(hosts))]]
 
 
 def _optimizer(file: File) -> list[str]:

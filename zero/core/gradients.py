@@ -112,7 +112,9 @@ class Gradients:
         `collects`: micro-batches add up in `flat`, which counts as a sum then, as it does where it becomes one.
         """
         stays, moving = ([], []) if self._reduction is None else self._reduction.tensors()
-        stays = moving[:1] if collects else stays  # the local sums, as they are sent
+        alone = self._mesh.data.size == 1 and self._dtypes.kept == torch.float32 and not self.sum.held
+        if collects or (alone and moving and moving[0].dtype == torch.float32):
+            stays = moving[:1]  # the local sums, as they are sent; of one rank they are the sum
         reduced = [] if isinstance(self.sum, HostGradAccumulator) else self.sum.parts()
         sums = [*stays, *reduced, *(tensor for tensor in (self._kept,) if tensor is not None)]
         if self.flat is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from zero.log import logger
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.formats import ITEMSIZE
 from zero.sizes.choice import own_choice, scheme_of
+from zero.sizes.cut_layers import meta_copy
 from zero.sizes.estimate import DeviceBytes, PlanRow, state_row
 from zero.sizes.model_trace import inputs_of, samples_in, trace
 from zero.sizes.recorder import OperatorRecorder
@@ -224,13 +224,3 @@ class _Forward:
 
 def _on_meta(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def meta_copy(module: nn.Module) -> nn.Module:
-    """The module with parameters and buffers that have no memory; those of the module are not read."""
-    memo: dict[int, Any] = {
-        id(param): nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), param.requires_grad)
-        for param in module.parameters()
-    }
-    memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
-    return copy.deepcopy(module, memo)

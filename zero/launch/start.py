@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from zero.launch.node.node import run as run_node
 from zero.launch.remote import job_runner, preflight
 
 
-def run(request: RunRequest, groups: Callable[[int], list[str]] = lambda world: []) -> int:
+def run(request: RunRequest, groups: Callable[[Sequence[int]], list[str]] = lambda hosts: []) -> int:
     """Do what `zero run` was asked to; the exit status is that of the first rank that failed.
 
-    groups: lines of a dry run about so many ranks.
+    groups: lines of a dry run about so many ranks on each host.
     """
     request.check()
     if request.stray_options:
@@ -42,7 +42,7 @@ def run(request: RunRequest, groups: Callable[[int], list[str]] = lambda world: 
     for note in job.notes:
         say(note)
     if request.dry_run:
-        print("\n".join([*groups(job.world.size), *lines(job)]))
+        print("\n".join([*groups(job.world.counts), *lines(job)]))
         return 0
     stopped = 0 if request.hosts.no_check else preflight.check(job)
     return stopped or job_runner.run(job)

@@ -164,19 +164,27 @@ class Grid:
 
     def warnings(self, ranks_per_host: int) -> list[str]:
         """Warnings of unusual grids: odd numbers of ranks along an axis, tensor parallelism between hosts."""
-        lines, data, tp = [], self.size(*DATA), self.sizes["tp"]
+        lines, data = [], self.size(*DATA)
         for axis, what in ("tp", "heads and widths"), ("pp", "layers"):
             if (size := self.sizes[axis]) > 1 and size % 2:
                 lines.append(f"{axis} is {size}, an odd number: {what} seldom divide by it")
         if data & (data - 1):
             lines.append(f"dp is {data}, not a power of two: batches and shards seldom divide by it")
-        crossing = [ranks for ranks in self.lists("tp") if ranks[0] // ranks_per_host != ranks[-1] // ranks_per_host]
-        if crossing:
-            lines.append(
-                f"tp is {tp} with {ranks_per_host} ranks on each host: {len(crossing)} of its groups cross hosts, the "
-                f"first with ranks {crossing[0][0]} to {crossing[0][-1]}, and each layer sends between them"
-            )
-        return lines
+        return lines + self.crossing([ranks_per_host] * -(-self.world // ranks_per_host))
+
+    def crossing(self, hosts: Sequence[int]) -> list[str]:
+        """A warning where tensor-parallel ranks are on several hosts, which have so many ranks each; or nothing."""
+        ends = list(itertools.accumulate(hosts))
+        found = [ranks for ranks in self.lists("tp") if bisect(ends, ranks[0]) != bisect(ends, ranks[-1])]
+        if not found:
+            return []
+        each = (
+            f"{hosts[0]} ranks on each host" if len({*hosts}) == 1 else f"hosts of {', '.join(map(str, hosts))} ranks"
+        )
+        return [
+            f"tp is {self.sizes['tp']} with {each}: {len(found)} of its groups cross hosts, the first with ranks "
+            f"{found[0][0]} to {found[0][-1]}, and each layer sends between them"
+        ]
 
     def _at(self, group: tuple[int, ...], some: _Some, there: bool) -> tuple[int, ...]:
         """Those of the group that are at these places along pp, or are not."""

@@ -27,8 +27,11 @@ from zero.sizes.step_time import Prediction
 if TYPE_CHECKING:
     from torch import nn
 
+    from zero.sizes.cut_layers import CutCopy
+
 GB = 1e9
 STEP = "<step>"
+TP = "tensor_parallel.autotp_size"
 _MUON_OF_SHAPE = ({"use_muon": True}, {"use_muon": False})  # the groups that `units_of` makes
 DEFAULT = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {}}}
 
@@ -136,7 +139,8 @@ def estimate(
 ) -> Estimate:
     """Bytes on rank 0 of `ranks` ranks, by kind, stage and placement; in a pipeline, on the rank that has the most.
 
-    Others have the same, but for what moments in fewer bits take, of which a shard of norms and biases has none.
+    Others have the same, but for what moments in fewer bits take, of which a shard of norms and biases has none, and of
+    layers that are cut over ranks, of which rank 0 has the most. Notes say what is cut, and how.
 
     model: a module, also one on the meta device: nothing is allocated; its leaf modules are marked, as by `initialize`.
     Or a number of parameters, of which a transformer is made, with `layers` and `width` where they are known.
@@ -146,10 +150,12 @@ def estimate(
     """
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device: got {device!r}, wanted 'cuda' or 'cpu'")
-    settings = load(DEFAULT if config is None else config, ranks, filled=False, refused=("tp", "ep"))
+    settings = load(DEFAULT if config is None else config, ranks, filled=False, refused=("ep",))
     if isinstance(model, int | float):
         model = shape_of(model, layers, width)
         what = str(model)
+    cut = _cut(model, settings) if settings.grid.size("tp") > 1 else None
+    model = model if cut is None else cut.module
     formats, notes = state_formats(model, settings)
     units = units_of(model, settings, formats.alignment)
     parts = [units]
@@ -162,8 +168,10 @@ def estimate(
             "those of the stage that has the most."
         )
     if not isinstance(model, Shape):
-        what = f"{sum(spec.numel for unit in units for spec in unit.params):,} parameters of {type(model).__name__}"
+        numel = sum(spec.full_numel for unit in units for spec in unit.params)
+        what = f"{numel:,} parameters of {type(model).__name__}"
     section = settings.zero_optimization
+    notes += () if cut is None else cut.text()
     if section.offload_optimizer.ratio == "auto":
         notes.append("offload_optimizer.ratio 'auto' looks at free memory; here all state goes off the device.")
     if section.offload_optimizer.zero.update == "auto" and device != "cpu":
@@ -231,7 +239,18 @@ def units_of(model: nn.Module | Shape, settings: Config, alignment: int = ALIGNM
     leaf = settings.zero_optimization.leaf_module
     mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
     groups = [group["params"] for group in _groups(model, settings)]
-    return plan_module(model, groups, settings.summed, settings, alignment)
+    return plan_module(model, groups, settings.grid.world, settings, alignment)
+
+
+def _cut(model: nn.Module | Shape, settings: Config) -> CutCopy:
+    """What rank 0 has of a model whose layers are cut. Raises ValueError where an engine would."""
+    if isinstance(model, Shape):
+        raise ValueError(f"{TP}: of a number of parameters no layers are known; give a model")
+    if (pp := settings.grid.size("pp")) > 1:
+        raise ValueError(f"{TP}: is not planned together with pipeline.stages {pp}; leave one of the two out")
+    from zero.sizes.cut_layers import CutCopy
+
+    return CutCopy(model, settings)
 
 
 def _of_places(

@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 from zero.config import Config
 from zero.config.sections import ActivationCheckpointing
 from zero.core.mixed_precision import DTYPES
+from zero.core.replaced_forward import ReplacedForward
 from zero.plan.patterns import outermost
 from zero.recompute.call import recomputed
 from zero.recompute.saved_inputs import ALONE, InputStore, made_by_graph
@@ -258,7 +259,14 @@ class _Tracer:
         """What a call of the unit gives, from nothing."""
         leaves, structure = tree_flatten((args, kwargs))
         block = anchor in self._blocks and torch.is_grad_enabled()
-        kind = (_kind(module), block, torch.is_grad_enabled(), str(structure), *map(_described, leaves))
+        kind = (
+            _kind(module),
+            _replacing(forward),
+            block,
+            torch.is_grad_enabled(),
+            str(structure),
+            *map(_described, leaves),
+        )
         if kind not in self._known:
             self._outer.paused = True
             self._known[kind] = self._measured(module, forward, leaves, structure, block)
@@ -379,6 +387,11 @@ def _kind(module: nn.Module) -> Hashable:
         parts.append((type(child), *sorted((k, v) for k, v in plain.items() if not k.endswith(_NUMBERS))))
         parts += [(name, _described(each)) for name, each in (*child._parameters.items(), *child._buffers.items())]
     return tuple(parts)
+
+
+def _replacing(forward: Any) -> tuple[type, ...]:
+    """What stands in place of a forward, as of the blocks that sequences are cut and made whole at."""
+    return (type(forward), *_replacing(forward.plain)) if isinstance(forward, ReplacedForward) else ()
 
 
 def _described(value: Any) -> Hashable:

@@ -33,7 +33,12 @@ class HostWorld:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return sum(len(host.devices) for host in self.hosts)
+        return sum(self.counts)
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of ranks on each host."""
+        return [len(host.devices) for host in self.hosts]
 
     def ranks(self, node: int) -> range:
         """The ranks of the host number `node`."""

@@ -30,10 +30,10 @@ _LAST_LINES = 2.0  # seconds for what reads our output to take the end of it, wh
 _PATIENCE_CUT_OFF, _GRACE_CUT_OFF, _LAST_LINES_CUT_OFF = 0.5, 1.5, 0.5
 
 
-def run(request: RunRequest, groups: Callable[[int], list[str]] = lambda world: []) -> int:
+def run(request: RunRequest, groups: Callable[[Sequence[int]], list[str]] = lambda hosts: []) -> int:
     """Do what `zero run` was asked to on this host; the exit status is that of the first rank that failed.
 
-    groups: lines of a dry run about so many ranks.
+    groups: lines of a dry run about so many ranks on each host.
     """
     # Where the hosts are known, GPUs are only compared with their slots: a dry run need not wait for that.
     node_plan = plan(request, 0 if request.dry_run and request.hosts.world else gpu_count())
@@ -42,7 +42,7 @@ def run(request: RunRequest, groups: Callable[[int], list[str]] = lambda world: 
         if node_plan.node == 0 or not note.startswith(THREADS):
             say(note)
     if request.dry_run:
-        print("\n".join([*groups(node_plan.world.size), *lines(request, node_plan)]))
+        print("\n".join([*groups(node_plan.world.counts), *lines(request, node_plan)]))
         return 0
     return Node(request, node_plan, client(request, node_plan)).run()
 

@@ -38,7 +38,7 @@ from zero.parallel.tensor.styles import OF_MODEL
 from zero.parallel.tensor.tree import NoDraws, TreeForward, check_blocks
 from zero.plan.grid import UnitAxes
 
-_RECORD = "_zero_cut_model"  # of a model that is cut
+RECORD = "_zero_cut_model"  # of a model that is cut
 
 
 class CutModel:
@@ -53,23 +53,27 @@ class CutModel:
         stage_of: Mapping[str, int],
     ) -> None:
         """Collective over the axis: all ranks take the values of its first one. stage_of: see `cut_model`."""
-        self.plan, self.axis = plan, meshes.along("tp")
+        self.plan, self.axis, self.stage_of = plan, meshes.along("tp"), stage_of
         self._model, self._broadcasts = model, section.broadcast_batch
         self._compared = self.axis.size == 1
         self.blocks = section.blocks if section.reduce == "tree" else 0
+        self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []
+        self._first: FirstStep | None = None
         self._forwards: list[Replaced] = []
         self._changed: list[tuple[nn.Module, str, Any]] = []
-        self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []
-        self.sections: list[Section] = []
-        self._first: FirstStep | None = None
         self.whole = False  # whether all of it is as planned: else parameters are in parts, and no layer knows
         if self.axis.size > 1:  # before anything is changed
             _refuse_graphs({name: place.param for name, place in plan.places.items() if place.cut is not None})
-        model.__dict__[_RECORD] = self
-        self._handle = model.register_state_dict_post_hook(functools.partial(self._whole_only))
+        model.__dict__[RECORD] = self
+        shapes = {name: place.cut.shape for name, place in plan.places.items() if place.cut is not None}
+        self._handle = model.register_state_dict_post_hook(functools.partial(_whole_only, shapes, self.axis.size))
         if self.axis.size > 1:
             self._cut(meshes)
-        self._replace(stage_of)
+        self._forwards, scopes = replaced(model, plan, self.axis, self.blocks, stage_of)
+        self.sections = [each for each in self._forwards if isinstance(each, Section)]
+        self._changed = set_counts(model, plan)
+        if self.axis.size > 1 and not plan.source.startswith(OF_MODEL):
+            self._compare_first(scopes)
         if self.axis.size > 1:
             self._first = FirstStep(model, plan, self.axis)
         self.whole = True
@@ -106,17 +110,6 @@ class CutModel:
             "this rank's parts of them; take engine.module_state_dict() and load it into a model made anew"
         )
 
-    def _whole_only(self, module: nn.Module, values: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Raises RuntimeError where values of a state dict would be parts; parameters themselves know that they are."""
-        for name, place in self.plan.places.items():
-            value = values.get(f"{prefix}{name}")
-            if place.cut is not None and value is not None and not isinstance(value, nn.Parameter):
-                raise RuntimeError(
-                    f"state_dict(): this rank has {tuple(value.shape)} of '{name}' {place.cut.shape}, which is cut "
-                    f"over {self.axis.size} ranks; call engine.module_state_dict() or engine.save_16bit_model() on "
-                    "all of them"
-                )
-
     def see(self, loss: torch.Tensor) -> None:
         """A loss that the engine is given; the first is compared before the first step."""
         if self._first is not None and self._first.loss is None:
@@ -132,64 +125,23 @@ class CutModel:
 
     def _cut(self, meshes: Meshes) -> None:
         for name, param in list(self._model.named_parameters()):
-            place, owner = self.plan.places.get(name), owner_of(param)
+            at, owner = self.plan.places.get(name), owner_of(param)
             deferred = owner.unit if owner is not None and isinstance(owner.unit, DeferredParam) else None
             if deferred is None:
                 comm.broadcast(param.detach(), 0, self.axis, name)
-            if place is None:
+            if at is None:
                 continue  # where it is deferred it has the values of rank 0, whoever holds them
-            self._placed.append((param, place, axes_of(param)))
-            axes = merged(axes_of(param), place.axes)
-            if place.cut is None:
-                share_along(axes, [param])
-                continue
+            self._placed.append((param, at, axes_of(param)))
             storage = None
-            if deferred is not None:
+            if deferred is not None and at.cut is not None:
                 storage = ShardStorage(deferred.shard.values.device, deferred.shard.values.is_pinned())
                 deferred.open()
                 deferred.make_plain()
-            param.data = sliced(param.detach(), place, self.axis.rank)
-            set_cut(param, place.cut, axes)
+            place(param, at, self.axis.rank)
             if storage is not None:
                 DeferredParam(param, name, 0, meshes.of, 0).close(storage)
 
-    def _replace(self, stage_of: Mapping[str, int]) -> None:
-        plan, named = self.plan, dict(self._model.named_modules())
-        here = {name: each for name, each in named.items() if not isinstance(each, Elsewhere)}
-        regions = (NoDraws if self.blocks else Regions)(self.axis, local_device())
-        sections = self._sections(here, regions, stage_of)
-        self.sections = list(sections.values())
-        scopes: dict[str, Scope] = dict(sections)
-        for block in (block for block in plan.blocks if block.scope in here):
-            around = next((each for name, each in sections.items() if is_inside(block.scope, name)), None)
-            if block.scope not in scopes:
-                drops = regions if has_dropout(list(here[block.scope].modules())) else None
-                scopes[block.scope] = Scope(here[block.scope], self.axis, drops, around)
-                self._forwards.append(scopes[block.scope])
-            for layer in block.layers:
-                if layer.name in here and not layer.param:
-                    self._forwards.append(self._forward(layer, scopes[block.scope], around))
-                    set_widths(layer, self._changed)
-        for layer in plan.alone:
-            if layer.name in here and not layer.param and (layer.style.takes or layer.style.gives):
-                self._forwards.append(self._forward(layer, None, None))
-                if layer.divided:
-                    set_widths(layer, self._changed)
-        for module, name, block in plan.counted:
-            value = getattr(module, name, None)
-            if not isinstance(value, int) or value <= 0:
-                continue
-            shares = sorted((layer.share for layer in block.layers), key=lambda each: -each.groups)
-            if name == "num_key_value_groups":  # each rank has one head of keys, and these of queries
-                here = shares[0].count
-            else:  # of heads, those of queries or, if these are fewer, of keys
-                here = next((each.of(value)[1] for each in shares if value % each.groups == 0), value)
-            self._changed.append((module, name, value))
-            setattr(module, name, here)
-        if self.axis.size > 1 and not plan.source.startswith(OF_MODEL):
-            self._compare_first(scopes)
-
-    def _compare_first(self, scopes: dict[str, Scope]) -> None:
+    def _compare_first(self, scopes: Mapping[str, Scope]) -> None:
         """Have blocks that are cut by names of layers be compared at their first forward."""
         for name, scope in scopes.items():
             blocks = [block for block in self.plan.blocks if block.scope == name]
@@ -201,39 +153,11 @@ class CutModel:
             whole = [each for each in self._changed if each[:2] in cut]
             scope.first = FirstForward(name, [layer.name for layer in layers], whole, self.plan.source).compare
 
-    def _sections(
-        self, here: Mapping[str, nn.Module], regions: Regions, stage_of: Mapping[str, int]
-    ) -> dict[str, Section]:
-        """Cut sequences between the blocks that are here; what goes to another stage is whole, wherever that lies."""
-        found: dict[str, Section] = {}
-        for _, blocks in itertools.groupby((name for name in self.plan.trunk if name in here), stage_of.get):
-            names = [*blocks]
-            trunk = Trunk(here[names[0]], here[names[-1]], self.axis)
-            self._forwards += trunk.ends
-            self._forwards += [
-                TokenDropout(each, self.axis, regions, trunk)
-                for name, each in here.items()
-                if isinstance(each, nn.Dropout)
-                and any(is_inside(name, block) for block in names)
-                and not any(is_inside(name, section) for section in self.plan.sections)
-            ]
-            for name in self.plan.sections:
-                if name in here and any(is_inside(name, block) for block in names):
-                    drops = regions if has_dropout(list(here[name].modules())) else None
-                    found[name] = Section(here[name], self.axis, drops, trunk)
-                    self._forwards.append(found[name])
-        return found
-
-    def _forward(self, layer: Layer, scope: Scope | None, section: Section | None) -> CutForward:
-        if self.blocks:
-            return TreeForward(layer, self.axis, scope, self.blocks)
-        return CutForward(layer, self.axis, scope, section)
-
     @torch.no_grad()
     def restore(self, alone: bool = False) -> None:
         """Make the model whole again; collective, but where other ranks are gone, `alone`: then their parts are NaN."""
         axis = None if alone else self.axis
-        self._model.__dict__.pop(_RECORD, None)
+        self._model.__dict__.pop(RECORD, None)
         self._handle.remove()
         if self._first is not None:
             self._first.close()
@@ -250,7 +174,7 @@ class CutModel:
 
         memo: of `copy.deepcopy`, which found something else in place of this record.
         """
-        memo[id(self._model)].__dict__.pop(_RECORD, None)
+        memo[id(self._model)].__dict__.pop(RECORD, None)
         for module, name, value in reversed(self._changed):
             setattr(memo[id(module)], name, value)
 
@@ -262,6 +186,95 @@ class CutModel:
         self._forwards, self._changed = [], []
 
 
+def _whole_only(
+    shapes: Mapping[str, tuple[int, ...]], ranks: int, module: nn.Module, values: dict[str, Any], prefix: str, _: Any
+) -> None:
+    """Raise RuntimeError where values of a state dict would be parts; parameters themselves know that they are."""
+    for name, shape in shapes.items():
+        value = values.get(f"{prefix}{name}")
+        if value is not None and not isinstance(value, nn.Parameter) and tuple(value.shape) != tuple(shape):
+            raise RuntimeError(
+                f"state_dict(): this rank has {tuple(value.shape)} of '{name}' {tuple(shape)}, which is cut over {ranks} "
+                "ranks; call engine.module_state_dict() or engine.save_16bit_model() on all of them"
+            )
+
+
+def replaced(
+    model: nn.Module, plan: TensorPlan, axis: Axis, blocks: int, stage_of: Mapping[str, int]
+) -> tuple[list[Replaced], dict[str, Scope]]:
+    """Replace the forwards of what a plan cuts; returns what stands there, and the blocks among it by name.
+
+    blocks: of each product, 0 for none; stage_of: see `cut_model`.
+    """
+    here = _here(model)
+    regions = (NoDraws if blocks else Regions)(axis, local_device())
+
+    def dropping(scope: str) -> Regions | None:
+        return regions if has_dropout(list(here[scope].modules())) else None
+
+    def forward(layer: Layer, *where: Any) -> CutForward:
+        return TreeForward(layer, axis, where[0], blocks) if blocks else CutForward(layer, axis, *where)
+
+    found: list[Replaced] = []
+    sections: dict[str, Section] = {}
+    # What goes to another stage is whole, wherever that lies.
+    for _, stage in itertools.groupby((name for name in plan.trunk if name in here), stage_of.get):
+        names = [*stage]
+        trunk = Trunk(here[names[0]], here[names[-1]], axis)
+        found += trunk.ends
+        for name in (name for name in here if any(is_inside(name, block) for block in names)):
+            if name in plan.sections:
+                sections[name] = Section(here[name], axis, dropping(name), trunk)
+            elif isinstance(here[name], nn.Dropout) and not any(is_inside(name, each) for each in plan.sections):
+                found.append(TokenDropout(here[name], axis, regions, trunk))
+    found += sections.values()
+    scopes: dict[str, Scope] = dict(sections)
+    for block in (block for block in plan.blocks if block.scope in here):
+        around = next((each for name, each in sections.items() if is_inside(block.scope, name)), None)
+        if block.scope not in scopes:
+            scopes[block.scope] = Scope(here[block.scope], axis, dropping(block.scope), around)
+            found.append(scopes[block.scope])
+        inside = (layer for layer in block.layers if layer.name in here and not layer.param)
+        found += [forward(layer, scopes[block.scope], around) for layer in inside]
+    alone = (layer for layer in plan.alone if layer.name in here and not layer.param)
+    found += [forward(layer, None, None) for layer in alone if layer.style.takes or layer.style.gives]
+    return found, scopes
+
+
+def set_counts(model: nn.Module, plan: TensorPlan) -> list[tuple[nn.Module, str, Any]]:
+    """Have attributes that say widths, or count heads, say those of this rank; and what they were."""
+    here, changed = _here(model), list[tuple[nn.Module, str, Any]]()
+    for layer in plan.layers:
+        if layer.name in here and layer.divided and not layer.param:
+            set_widths(layer, changed)
+    for module, name, block in plan.counted:
+        value = getattr(module, name, None)
+        if not isinstance(value, int) or value <= 0:
+            continue
+        shares = sorted((layer.share for layer in block.layers), key=lambda each: -each.groups)
+        if name == "num_key_value_groups":  # each rank has one head of keys, and these of queries
+            mine = shares[0].count
+        else:  # of heads, those of queries or, if these are fewer, of keys
+            mine = next((each.of(value)[1] for each in shares if value % each.groups == 0), value)
+        changed.append((module, name, value))
+        setattr(module, name, mine)
+    return changed
+
+
+def place(param: nn.Parameter, at: Place, rank: int) -> None:
+    """Leave of a parameter the part that a rank has, and have an engine that is made later know it."""
+    axes = merged(axes_of(param), at.axes)
+    if at.cut is None:
+        share_along(axes, [param])
+        return
+    param.data = sliced(param.detach(), at, rank)
+    set_cut(param, at.cut, axes)
+
+
+def _here(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: each for name, each in model.named_modules() if not isinstance(each, Elsewhere)}
+
+
 def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutModel | None:
     """How the model is to be cut; None where it is not, or by hand; the record where by another engine.
 
@@ -270,7 +283,7 @@ def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutMo
     ranks = settings.grid.ranks("tp", rank)
     if len(ranks) == 1 and settings.tensor_parallel.reduce != "tree":
         return None
-    if (before := model.__dict__.get(_RECORD)) is not None:
+    if (before := model.__dict__.get(RECORD)) is not None:
         blocks = settings.tensor_parallel.blocks * (settings.tensor_parallel.reduce == "tree")
         same = (before.plan.rank, before.plan.ranks, before.blocks) == (ranks.index(rank), len(ranks), blocks)
         if not (same and before.whole):

@@ -7,7 +7,8 @@ the sum over the ranks is meant, and of one that is cut, each rank has a part al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,10 +66,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     sent = _sent(x, axis)
-    collective = axis.watchdog.begin("layer sum", "", sent.nbytes, axis.ranks, attends=True)
-    with axis.watchdog.sending(collective):
-        work = dist.all_reduce(sent, group=axis.group, async_op=True)
-    axis.watchdog.wait((work,), collective)
+    _exchange("layer sum", 2 * sent.nbytes * (axis.size - 1) // axis.size, axis, partial(dist.all_reduce, sent))
     return x if sent is x else x.copy_(sent)
 
 
@@ -82,10 +80,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
         rows = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
     sent = _sent(rows, axis)
     out = sent.new_empty(axis.size * most, *sent.shape[1:])
-    collective = axis.watchdog.begin("layer gather", "", sent.nbytes * (axis.size - 1), axis.ranks, attends=True)
-    with axis.watchdog.sending(collective):
-        work = all_gather_single(out, sent, group=axis.group, async_op=True)
-    axis.watchdog.wait((work,), collective)
+    _exchange("layer gather", sent.nbytes * (axis.size - 1), axis, partial(all_gather_single, out, sent))
     if min(sizes) < most:
         out = torch.cat([part[:size] for part, size in zip(out.split(most), sizes, strict=True)])
     return out.to(x.device).movedim(0, dim).contiguous()
@@ -104,10 +99,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Ten
         rows = filled.flatten(0, 1)
     sent = _sent(rows.contiguous(), axis)
     out = sent.new_empty(most, *sent.shape[1:])
-    collective = axis.watchdog.begin("layer scatter", "", out.nbytes * (axis.size - 1), axis.ranks, attends=True)
-    with axis.watchdog.sending(collective):
-        work = reduce_scatter_single(out, sent, group=axis.group, async_op=True)
-    axis.watchdog.wait((work,), collective)
+    _exchange("layer scatter", out.nbytes * (axis.size - 1), axis, partial(reduce_scatter_single, out, sent))
     return out[: sizes[axis.rank]].to(x.device).movedim(0, dim).contiguous()
 
 
@@ -127,6 +119,16 @@ def assembled(x: Tensor, axis: Axis | None, dim: int, ranges: Sequence[Sequence[
             for (start, size), piece in zip(each, part.split([size for _, size in each], dim), strict=True):
                 full.narrow(dim, start, size).copy_(piece)
     return full
+
+
+def _exchange(what: str, leaves: int, axis: Axis, start: Callable[..., Any]) -> None:
+    """Note a collective of which `leaves` bytes leave this rank, as in a ring, and do it; not of a plan's ranks."""
+    collective = axis.watchdog.begin(what, "", leaves, axis.ranks, attends=True)
+    if axis.group_ref is None:
+        return
+    with axis.watchdog.sending(collective):
+        work = start(group=axis.group, async_op=True)
+    axis.watchdog.wait((work,), collective)
 
 
 def _sent(x: Tensor, axis: Axis) -> Tensor:

@@ -69,7 +69,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: _Blocks) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.blocks = blocks
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(_kind(x), enabled=False):
             both = blocks.of(x, 1, blocks.rows), blocks.weights(weight)
             if blocks.rows:
                 return blocks.summed(*both)
@@ -82,7 +82,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (x, weight), blocks = ctx.saved_tensors, ctx.blocks
         of_x = of_weight = of_bias = None
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(_kind(x), enabled=False):
             grads = blocks.of(grad, 1, not blocks.rows)
             if ctx.needs_input_grad[0]:
                 weights = [each.t() for each in blocks.weights(weight)]
@@ -123,8 +123,8 @@ class TreeForward(CutForward):
     def _product(self, x: Tensor) -> Tensor:
         layer, module = self._layer, cast(Any, self.module)
         weight, bias = module.weight, module.bias
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        if torch.is_autocast_enabled(_kind(x)):
+            dtype = torch.get_autocast_dtype(_kind(x))
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         count, spans, start = self._blocks // self.axis.size, [], 0
         for size in (layer.share.of(pack)[1] for pack in layer.packs):
@@ -192,6 +192,10 @@ def _added(leaves: Iterable[Tensor]) -> Tensor:
         tree.put(at, leaf)
     (total,) = tree.values
     return total
+
+
+def _kind(x: Tensor) -> str:
+    return "cpu" if x.is_meta else x.device.type  # autocast knows no other
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from zero.config import Config, ConfigError, load
 from zero.config.batch import MICRO, STEPS, TRAIN
@@ -24,7 +24,7 @@ from zero.memory.available import available_nbytes
 from zero.plan.formats import ITEMSIZE
 from zero.plan.grid import AXES, DATA, PARTS_OF_MODEL, Grid, by_axis
 from zero.sizes.cost import ModelCost, shape_cost
-from zero.sizes.estimate import DEFAULT, GB, PlanRow, estimate
+from zero.sizes.estimate import DEFAULT, GB, TP, PlanRow, estimate
 from zero.sizes.lines import of_each, wrapped
 from zero.sizes.rates import DEVICES, Rates
 from zero.sizes.shape import Shape, shape_of
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 
 _DEVICE = "h100"  # where none is named
 _SEQUENCE = 4096
+_FORMS = {  # keys that say the size of an axis, of which the first is set; what is not predicted, and what is
+    "pp": (("pipeline.stages",), "pipelines", "bytes and the bubble", "--json and --sequence"),
+    "tp": ((TP, "tensor_parallel.tp.tp_size"), "layers that are cut", "bytes and messages", "--json"),
+}
 WORLDS = tuple(1 << bit for bit in range(11))  # that are compared where none is named
 
 
@@ -100,10 +104,11 @@ def _check(given: argparse.Namespace) -> None:
     """Raise ValueError for flags that mean nothing or would have no effect, before anything takes time."""
     if given.groups or (given.model is not None and given.params is not None):
         raise ValueError("a model, --params and --groups: one of them at a time")
-    _check_stages(given)
+    for axis in _FORMS:
+        _check_form(given, axis)
     if shared := by_axis({axis: size for axis in ("cp", "sp") if (size := getattr(given, axis))}).get("cp"):
         given.config = read(given.config or DEFAULT).values | {"sequence_parallel_size": shared}
-    for axis in ("tp", "dp_shard", "dp_replicate", "ep"):
+    for axis in ("dp_shard", "dp_replicate", "ep"):
         if getattr(given, axis) not in (None, 1):
             raise ValueError(f"--{axis.replace('_', '-')}: it is not planned; leave it out, or say zero.shard_size")
     if given.device == "measured" and not given.world:
@@ -116,26 +121,30 @@ def _check(given: argparse.Namespace) -> None:
             raise ValueError(f"--{flag}: wants one number of ranks, in --world")
 
 
-def _check_stages(given: argparse.Namespace) -> None:
-    """Have the configuration say what --pp says. Raises ValueError where it says otherwise, or time is asked for."""
-    source, key = read(given.config or DEFAULT), "pipeline.stages"
-    stages = lookup(source.values, key)
-    if given.pp not in (None, stages):
-        if stages not in (None, "auto"):
-            raise ValueError(f"--pp: got {given.pp}, but {key} is {stages!r} in {source.name}; keep one of the two")
+def _check_form(given: argparse.Namespace, axis: str) -> None:
+    """Have the configuration and --pp or --tp say the same. Raises ValueError where they do not, or for times."""
+    source, said = read(given.config or DEFAULT), getattr(given, axis)
+    keys, slow, known, without = _FORMS[axis]
+    key = next((key for key in keys if lookup(source.values, key) not in (None, 0)), keys[0])
+    size = lookup(source.values, key)
+    if said not in (None, size):
+        if size not in (None, "auto", 0):
+            raise ValueError(f"--{axis}: got {said}, but {key} is {size!r} in {source.name}; keep one of the two")
         if source.errors:  # which a dict would not show
             raise ConfigError(source.errors, source.name)
-        stages, given.config = given.pp, apply(source.values, {key: given.pp})
-    if isinstance(stages, int) and stages > 1 and not _is_estimate(given):
+        size, given.config = said, apply(source.values, {key: said})
+    setattr(given, axis, size)
+    if isinstance(size, int) and size > 1 and not _is_estimate(given):
         raise ValueError(
-            f"{'--pp' if given.pp else key}: got {stages}, wanted 1, as the time of pipelines is not predicted; for "
-            "bytes and the bubble of a model say --device cuda and one --world, without --json and --sequence"
+            f"{f'--{axis}' if said else key}: got {size}, wanted 1, as the time of {slow} is not predicted; for "
+            f"{known} of a model say --device cuda and one --world, without {without}"
         )
 
 
 def _is_estimate(given: argparse.Namespace) -> bool:
     """Whether bytes are asked for and nothing that takes a search."""
-    return given.device in ("cuda", "cpu") and len(given.world or WORLDS) == 1 and not (given.json or given.sequence)
+    timed = given.json or (given.sequence and given.tp in (None, 0, 1))  # which says how large messages along tp are
+    return given.device in ("cuda", "cpu") and len(given.world or WORLDS) == 1 and not timed
 
 
 def _lines(given: argparse.Namespace) -> Iterator[str]:
@@ -144,6 +153,7 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
     if _is_estimate(given):
         model = given.params if source.inputs is None else source.model
         yield str(estimate(model, given.config, worlds[0], device=given.device, layers=given.layers, width=given.width))
+        yield from _of_cut_layers(given, source)
         return
     setup = source.setup()
     if source.inputs is not None:
@@ -159,6 +169,20 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
     yield f"{setup.rates.name}: {setup.rates.device_memory / GB:,.0f} GB, {speed} reached"
     yield from (*setup.cost.notes, first)
     yield from found
+
+
+def _of_cut_layers(given: argparse.Namespace, source: PlannedModel) -> Iterator[str]:
+    """What ranks that layers are cut over send in a micro-batch; nothing where they are not."""
+    settings = load(given.config or DEFAULT, (given.world or WORLDS)[0], filled=False)
+    if settings.grid.size("tp") == 1 or source.inputs is None:
+        return
+    from zero.sizes.cut_layers import CutCopy
+    from zero.sizes.layer_messages import message_text
+
+    for line in settings.grid.crossing([_ranks_per_host(given)] * settings.grid.world):
+        print(f"zero plan: warning: {line}", file=sys.stderr)
+    yield ""
+    yield from message_text(CutCopy(cast("nn.Module", source.model), settings), source.inputs, given.device)
 
 
 class PlannedModel:
