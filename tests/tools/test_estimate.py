@@ -176,7 +176,7 @@ REFUSED = {
     "--params 5": "number of parameters: got 5, wanted at least 1000",
     "--params 1e9 --layers 99 --width 8192": "give fewer layers, or a smaller width",
     "--params 1e9 --groups": "one of them at a time",
-    "--params 1e9 --tp 2": "--tp: it is not planned; leave it out, or say zero.shard_size",
+    "--params 1e9 --tp 2": "of a number of parameters no layers are known; give a model",
     "--params 1e9 --config no.json": "there is no file 'no.json'",
     "": "add --params N",
 }

@@ -104,7 +104,7 @@ def message_text(cut: CutCopy, inputs: Inputs, device: str = "cuda") -> Iterator
     if settings.zero.recompute.modules and settings.zero.recompute.policy == "auto":
         yield "  and those of the forward once more of each block that 'auto' recomputes, which the run chooses"
     if settings.autocast_dtype:
-        yield f"  in {settings.autocast_dtype} all; what torch.autocast leaves in fp32, such as embeddings, takes twice that"
+        yield f"  in {settings.autocast_dtype} all; what torch.autocast leaves in fp32, as embeddings, takes twice that"
     rows = folded((each.where, each[1:]) for each in found)
     width = max((len(name) for name, *_ in rows), default=0)
     for name, (what, nbytes, backward), times in rows:
