@@ -15,31 +15,31 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 53400,
+    "tests": 54800,
     "zero/*.py": 1136,
     "zero/as_deepspeed": 1589,
     "zero/checkpoint": 3183,
-    "zero/compat": 1884,
-    "zero/config": 2557,
-    "zero/core": 7653,
+    "zero/compat": 1889,
+    "zero/config": 2562,
+    "zero/core": 7655,
     "zero/data": 1075,
-    "zero/engine": 7902,
+    "zero/engine": 7898,
     "zero/examples": 99,
     "zero/kernels": 2017,
-    "zero/launch": 4280,
+    "zero/launch": 4285,
     "zero/memory": 1525,
     "zero/monitor": 1188,
     "zero/optim": 2789,
-    "zero/parallel": 5105,
-    "zero/plan": 2139,
+    "zero/parallel": 5444,
+    "zero/plan": 2147,
     "zero/recompute": 1233,
-    "zero/sizes": 1751,
-    "zero/tiled": 690,
-    "zero/tools": 4894,
+    "zero/sizes": 2033,
+    "zero/tiled": 698,
+    "zero/tools": 4989,
     "zero/utils": 428,
     "zero/watchdog": 1549,
 }
-SUM = 114941
+SUM = 117086
 
 
 def parts() -> dict[str, int]:

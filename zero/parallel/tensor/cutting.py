@@ -194,8 +194,8 @@ def _whole_only(
         value = values.get(f"{prefix}{name}")
         if value is not None and not isinstance(value, nn.Parameter) and tuple(value.shape) != tuple(shape):
             raise RuntimeError(
-                f"state_dict(): this rank has {tuple(value.shape)} of '{name}' {tuple(shape)}, which is cut over {ranks} "
-                "ranks; call engine.module_state_dict() or engine.save_16bit_model() on all of them"
+                f"state_dict(): this rank has {tuple(value.shape)} of '{name}' {tuple(shape)}, which is cut over "
+                f"{ranks} ranks; call engine.module_state_dict() or engine.save_16bit_model() on all of them"
             )
 
 
