@@ -31,11 +31,14 @@ class FirstForward:
     ) -> None:
         self._name, self._layers, self._whole, self._source = name, layers, whole, source
 
-    def compare(self, scope: Scope, x: Any, args: Any, kwargs: dict[str, Any], name: str) -> None:
+    def compare(self, scope: Scope, x: Any, args: Any, kwargs: dict[str, Any], name: str) -> bool:
         """Raise RuntimeError on all ranks of the axis where the block gives something else; collective.
 
-        The inputs are those of the forward, the same on all these ranks.
+        The inputs are those of the forward, the same on all these ranks. Returns whether they could be compared: text
+        that is generated has a cache of keys and values, without which its forwards mean something else.
         """
+        if not torch.is_grad_enabled() and any(_no_cache(each) is not each for each in (*args, *kwargs.values())):
+            return False
         args, kwargs = tuple(map(_no_cache, args)), {key: _no_cache(value) for key, value in kwargs.items()}
         with torch.no_grad(), _eval(scope.module), scope.aside():
             found = _first(scope.call(x, args, kwargs, name))
@@ -46,12 +49,13 @@ class FirstForward:
                 finally:
                     scope.whole = False
         if found is None or wanted is None:
-            return
-        apart = float("inf")
+            return True
+        apart, error = float("inf"), ERRORS.get(wanted.dtype, 0.1)
         if found.shape == wanted.shape:
-            apart = float((found - wanted).double().norm() / wanted.double().norm().clamp_min(1e-30))
+            found, wanted = (each.double().nan_to_num(0.0, 0.0, 0.0) for each in (found, wanted))
+            apart = float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
         apart = max(agree(apart, scope.axis, name="first forward of layers"))
-        if not apart <= ERRORS.get(wanted.dtype, 0.1):
+        if apart > error:
             kind = type(scope.module).__name__
             raise RuntimeError(
                 f"tensor_parallel: '{self._name or kind}' ({kind}), whose layers {', '.join(self._layers)} are cut as "
@@ -59,6 +63,7 @@ class FirstForward:
                 "What it does between these layers needs all features, or it counts heads by an attribute of its own. "
                 "Say 'skip' of them in tensor_parallel.partition_config"
             )
+        return True
 
 
 def _first(output: Any) -> Tensor | None:

@@ -56,15 +56,14 @@ class Scope(Replaced):
     ) -> None:
         super().__init__(module, axis)
         self.regions, self._around = regions, around
-        self.first: Callable[[Scope, Any, Any, dict[str, Any], str], None] | None = None
+        self.first: Callable[[Scope, Any, Any, dict[str, Any], str], bool] | None = None
         self.whole = False
         self._moved: list[tuple[Tensor, tuple[bool, int], Tensor]] = []
 
     def run(self, x: Any, args: Any, kwargs: dict[str, Any], name: str = "") -> Any:
         """See `Replaced.run`."""
-        if self.first is not None and isinstance(x, Tensor):
-            first, self.first = self.first, None
-            first(self, x, args, kwargs, name)
+        if self.first is not None and isinstance(x, Tensor) and self.first(self, x, args, kwargs, name):
+            self.first = None
         try:
             return self.call(x, args, kwargs, name)
         finally:
