@@ -82,7 +82,7 @@ CASES = [
         ("llama", 0, {}, {}),
         ("llama", 1, {}, RECOMPUTE),
         ("llama", 2, {"sequence_parallel": True}, {}),
-        ("wide", 1, {"reduce": "tree"}, {}),
+        ("wide", 1, {"reduce": "tree"}, {"reduce": "tree"}),
     ),
 ]
 
