@@ -62,8 +62,10 @@ class Scope(Replaced):
 
     def run(self, x: Any, args: Any, kwargs: dict[str, Any], name: str = "") -> Any:
         """See `Replaced.run`."""
-        if self.first is not None and isinstance(x, Tensor) and self.first(self, x, args, kwargs, name):
-            self.first = None
+        if self.first is not None and isinstance(x, Tensor):
+            first = torch.compiler.disable(self.first) if torch.compiler.is_compiling() else self.first
+            if first(self, x, args, kwargs, name):
+                self.first = None
         try:
             return self.call(x, args, kwargs, name)
         finally:

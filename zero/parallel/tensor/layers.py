@@ -91,8 +91,7 @@ class Layer:
     @functools.cached_property
     def sizes(self) -> list[int]:
         """Elements along the cut dim that each rank has."""
-        shares = (share_of(self.share.groups, rank, self.ranks) for rank in range(self.ranks))
-        return [sum(share.of(pack)[1] for pack in self.packs) for share in shares]
+        return [sum(size for _, size in each) for each in self.ranges]
 
     @functools.cached_property
     def ranges(self) -> tuple[list[tuple[int, int]], ...]:
