@@ -348,7 +348,7 @@ def _apart_in_64_bits(model: Any, inputs: dict[str, Any], meshes: Any) -> dict[s
         return None
     model.zero_grad()
     plan = tensor_plan(model, section, dist.get_rank(), 2)
-    cut = CutModel(model, plan, meshes, section)
+    cut = CutModel(model, plan, meshes, section, {})
     loss, found = _gradients(model, inputs)
     for name in found.keys() & plan.places.keys():
         if (place := plan.places[name]).axes.sums:

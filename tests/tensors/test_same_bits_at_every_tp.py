@@ -105,6 +105,7 @@ def alike(pool: Any, kind: str, grids: Any, steps: int, **how: Any) -> None:
 @needs_transformers
 def test_one_rank_and_two_end_alike_and_sums_of_their_own_order_do_not(pool):
     alike(pool, "llama", [(1, 1), (2, 1)], 2)
+    alike(pool, "gpt2", [(1, 1), (2, 1)], 2)  # by names: its first forward is compared with that of whole features
     plain = [pool.run(tp, trained, "llama", tp, 1, 1, {"json": {"reduce": "sum"}})[0] for tp in (1, 2)]
     assert len(differences(*plain)) > 10
 

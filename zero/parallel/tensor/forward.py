@@ -113,9 +113,13 @@ class CutForward(Replaced):
 
     def run(self, x: Any, args: Any, kwargs: dict[str, Any], name: str = "") -> Any:
         """See `Replaced.run`."""
-        style, outside = self._layer.style, None
         if self._scope is not None and self._scope.whole:
             return self._whole(x, args, kwargs, name)
+        return self.cut(x, args, kwargs, name)
+
+    def cut(self, x: Any, args: Any, kwargs: dict[str, Any], name: str) -> Any:
+        """With a rank's features where the plan cuts them."""
+        style, outside = self._layer.style, None
         if style.takes == "copy":
             x = moves.copied(x, self.axis) if self._scope is None else self._scope.entered(x)
         elif style.takes == "split":

@@ -104,11 +104,11 @@ class TreeForward(CutForward):
         super().__init__(layer, axis, scope, None)
         self._blocks = blocks
 
-    def run(self, x: Any, args: Any, kwargs: dict[str, Any], name: str = "") -> Any:
-        """See `Replaced.run`."""
+    def cut(self, x: Any, args: Any, kwargs: dict[str, Any], name: str) -> Any:
+        """See `CutForward.cut`."""
         layer, style = self._layer, self._layer.style
         if isinstance(layer.module, nn.Embedding):
-            out = super().run(x, args, kwargs, name)
+            out = super().cut(x, args, kwargs, name)
             return out + 0.0 if style.takes == "ids" else out  # as a sum over ranks, which has no -0.0
         regions = self._scope.regions if self._scope is not None and self.module.training else None
         if regions is not None and style.dim == "in":
