@@ -149,11 +149,13 @@ def test_layers_of_one_block_in_several_modules() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world", CASES)
-def test_every_layer_at_every_size_and_stage(pool: Pool, world: int) -> None:
-    pool.run(world, every, world)
+def test_every_layer_at_every_size_and_stage(pool: Pool, world: int, stage: int) -> None:
+    pool.run(world, every, world, stage)
 
 
-def every(world: int) -> None:
-    for number, ((heads, key_heads), tp, stage, sequences) in enumerate(CASES[world]):
-        one(heads, key_heads, bool(number % 2), tp, stage, sequences)
+def every(world: int, stage: int) -> None:
+    for number, ((heads, key_heads), tp, at, sequences) in enumerate(CASES[world]):
+        if at == stage:
+            one(heads, key_heads, bool(number % 2), tp, stage, sequences)
