@@ -159,6 +159,15 @@ def test_deepspeed_1522_a_rank_without_parameters_takes_part_in_the_norm(pool, s
     check(found, wanted)
 
 
+@pytest.mark.parametrize("stage", [2, *longer(0, 1, 3)])
+def test_a_rank_without_parameters_takes_part_in_the_norms_of_lamb(pool, stage):
+    json = {"stage": stage, "optimizer": {"type": "Lamb", "params": {"lr": 0.125}}, **CLIPPED}
+    (wanted,) = run(pool, "one", trained, json)
+    found = run(pool, "a rank without any", trained, json)
+    assert found[1] == (wanted[0], {})
+    check(found, wanted)
+
+
 @each_way
 @pytest.mark.parametrize("stage", [3, *longer(0, 1, 2)])
 def test_a_checkpoint_of_any_way_goes_on_in_any_other(pool, tmp_path, way, stage):

@@ -78,8 +78,6 @@ class UnitUpdater:
         """
         if self.norms is not None:
             self.norms.average(unclipped)
-        if not self._units:
-            return
         # If ranks must begin collectives in one order, no thread beside the loop can send parameters.
         publish = not any(unit.mesh.shard.ordered for unit in self._units)
         updates, now = [], []
