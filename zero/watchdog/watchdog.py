@@ -145,10 +145,6 @@ class Watchdog:
         except RuntimeError as error:
             raise self.explained(Waiting(collective, time.monotonic()), error) from error
 
-    def at_rest(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, none of our threads queries the device, which would end the capture of a CUDA graph."""
-        return contextlib.nullcontext() if self._device is None else self._device.looking
-
     @contextlib.contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
         """Inside, this rank is in a call of the engine. An exception that leaves it is reported to the other ranks."""
