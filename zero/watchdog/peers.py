@@ -31,7 +31,7 @@ class Peers:
         self.failed = ""
         self.answered = time.monotonic()
         self._keeper = None if self.keeps else keeper
-        self._seen: dict[int, tuple[Seen, float]] = {}  # by rank, with the time at which the beat changed
+        self._seen: dict[int, tuple[Record, float]] = {}  # by rank, with the time at which the beat changed
 
     @property
     def unanswered(self) -> float:
@@ -41,12 +41,13 @@ class Peers:
     @property
     def records(self) -> list[Record]:
         """The records of all ranks that have written one."""
-        return [seen.record for seen, _ in self._seen.copy().values()]
+        return [record for record, _ in self._seen.copy().values()]
 
     def view(self) -> View:
         """The view from the last read."""
-        seen = {rank: seen for rank, (seen, _) in self._seen.copy().items()}
-        return View(seen, self.others, self.silence, self.unanswered, self._keeper)
+        seen = self._seen.copy().items()
+        others = {rank: Seen(record, max(0.0, self.read_at - since)) for rank, (record, since) in seen}
+        return View(others, self.others, self.silence, self.unanswered, self._keeper)
 
     def forget(self) -> None:
         """Forget the records: they were of another engine."""
@@ -54,16 +55,15 @@ class Peers:
 
     def read(self, rank: int, value: bytes | None, now: float) -> bool:
         """Take the value of a rank's key, None for one that nobody of this job wrote; False if it is no new record."""
-        before = self._seen.get(rank)
+        before, since = self._seen.get(rank, (None, now))
         record = None if value is None else record_of(value)
-        if record is None or (before is not None and record.beat < before[0].record.beat):
+        if record is None or (before is not None and record.beat < before.beat):
             if before is not None:  # keep the old record, and do not count silence
-                self._seen[rank] = (Seen(before[0].record, 0.0), now)
+                self._seen[rank] = (before, now)
             return False
         # A gap in our own reads says nothing about the others: count only from the next read.
-        known = before is not None and before[0].record.beat == record.beat and now - self.read_at < self.silence
-        since = before[1] if known else now
-        if before is None or before[0].record.progress != record.progress or now - self.read_at > STOPPED:
+        known = before is not None and before.beat == record.beat and now - self.read_at < self.silence
+        if before is None or before.progress != record.progress or now - self.read_at > STOPPED:
             self.moved_at[rank] = now
-        self._seen[rank] = (Seen(record, now - since), since)
+        self._seen[rank] = (record, since if known else now)
         return True
