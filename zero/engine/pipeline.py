@@ -20,6 +20,7 @@ from zero.engine.randomness import Randomness
 from zero.engine.status import Status
 from zero.engine.step import TrainingStep
 from zero.parallel.pipeline.build import Pipelined
+from zero.parallel.pipeline.partition import in_eval
 from zero.parallel.pipeline.runner import Calls, Runner
 from zero.parallel.pipeline.stage import Batch, Stage
 from zero.plan.pipeline import forward_orders
@@ -51,7 +52,7 @@ class Pipeline:
         self.feed = Feed(sharded, pipelined.one_input, has_loss, needs_data, pipelined.divided.prepare)
         each = config.reduces_each or (sharded.sharding.grads and config.pipeline.gather == "use")
         how = config.pipeline.gather == "step", each
-        self._runner = Runner(pipelined.stages(sharded), self._along, sharded, *how)
+        self._runner = Runner(pipelined.stages(), self._along, sharded, *how)
         self._whole = training.model
         if len(pipelined.places) > 1 and training.randomness is None:
             # Ranks that were seeded alike would drop the same places in every stage.
@@ -166,7 +167,7 @@ class Pipeline:
     ) -> Any:
         """See `Engine.eval_batch`."""
         self._status.check()
-        config, module = self._accumulation.config, self._sharded.module
+        config = self._accumulation.config
         batches = self.feed.take("eval_batch", data_iter, num_micro_batches or self.micro_batches, config)
         outputs: dict[int, Any] = {}
 
@@ -174,13 +175,9 @@ class Pipeline:
             outputs[number] = output
             return output
 
-        calls, trained = Calls(self._forward, keep, self._backward), module.training
-        module.eval()
-        try:
-            with torch.no_grad():
-                self._runner.evaluate(forward_orders(self.pipelined.schedule_of(len(batches))), batches, calls)
-        finally:
-            module.train(trained)
+        schedule = forward_orders(self.pipelined.schedule_of(len(batches)))
+        with in_eval(self._sharded.module), torch.no_grad():
+            self._runner.evaluate(schedule, batches, Calls(self._forward, keep, self._backward))
         given = [outputs[number] for number in range(len(batches))] if self.is_last else []
         result = None
         if compute_loss:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from zero.compat.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from zero.data.loader import RepeatingLoader
 from zero.engine.engine import Engine
 from zero.engine.pipeline import Pipeline
 
@@ -56,7 +57,7 @@ class PipelineEngine(Engine):
         self._status.check_not_destroyed()
         pipeline = self._training.model
         if pipeline.feed.iterator is None and self.training_dataloader is not None:
-            pipeline.feed.repeat(self.training_dataloader)
+            pipeline.feed.iterator = RepeatingLoader(self.training_dataloader)
         return pipeline
 
     is_first_stage = property(lambda self: _Said(self._pipeline.is_first), doc="Of this rank.")
@@ -75,7 +76,7 @@ class PipelineEngine(Engine):
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Take batches from it, over and over, where `train_batch` and `eval_batch` bring none."""
-        self._pipeline.feed.repeat(loader)
+        self._pipeline.feed.iterator = RepeatingLoader(loader)
 
     def set_dataiterator(self, iterator: Iterable[Any]) -> None:
         """Take batches from it where `train_batch` and `eval_batch` bring none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from bisect import bisect
@@ -130,20 +131,29 @@ def times_of(modules: Sequence[nn.Module | None], model: nn.Module, call: Callab
     there = [(at, each) for at, each in enumerate(modules) if each is not None]
     handles = [each.register_forward_pre_hook(partial(begins, at)) for at, each in there]
     handles += [each.register_forward_hook(partial(ends, at)) for at, each in there]
-    trained = model.training
     try:
-        with torch.no_grad(), torch.random.fork_rng():
-            model.eval()
+        with in_eval(model), torch.no_grad(), torch.random.fork_rng():
             for _ in range(2):
                 call()
     finally:
-        model.train(trained)
         for handle in handles:
             handle.remove()
     found = [times]
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     return found[0]
+
+
+@contextlib.contextmanager
+def in_eval(model: nn.Module) -> Iterator[None]:
+    """Inside, all modules are in eval mode; behind it, each is in its own."""
+    training = [each for each in model.modules() if each.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
 
 
 def params_of(model: nn.Module, name: str) -> Iterator[nn.Parameter]:

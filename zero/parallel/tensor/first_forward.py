@@ -7,14 +7,14 @@ it is; what it gives is put together, and what it takes is cut.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero.core.agree import agree
+from zero.parallel.pipeline.partition import in_eval
 from zero.parallel.tensor.first_step import ERRORS
 from zero.parallel.tensor.forward import Scope, values_said
 
@@ -40,7 +40,7 @@ class FirstForward:
         if not torch.is_grad_enabled() and any(_no_cache(each) is not each for each in (*args, *kwargs.values())):
             return False
         args, kwargs = tuple(map(_no_cache, args)), {key: _no_cache(value) for key, value in kwargs.items()}
-        with torch.no_grad(), _eval(scope.module), scope.aside():
+        with torch.no_grad(), in_eval(scope.module), scope.aside():
             found = _first(scope.call(x, args, kwargs, name))
             with values_said(self._whole):
                 scope.whole = True
@@ -74,14 +74,3 @@ def _first(output: Any) -> Tensor | None:
 def _no_cache(value: Any) -> Any:
     """None for a cache of keys and values, which each forward would lengthen."""
     return None if hasattr(value, "get_seq_length") else value
-
-
-@contextlib.contextmanager
-def _eval(module: nn.Module) -> Iterator[None]:
-    training = [each for each in module.modules() if each.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for each in training:
-            each.training = True
