@@ -12,9 +12,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, default_collate
 
 from zero.config import Config
-from zero.data.iterables import RankIterable, WorkerBatch, WorkerCollate
 from zero.data.position import BatchCounts, Partition, Position
-from zero.data.samplers import RankBatchSampler, RankSampler, SeededDataset
+from zero.data.samplers import (
+    RankBatchSampler,
+    RankIterable,
+    RankSampler,
+    SeededDataset,
+    WorkerBatch,
+    WorkerCollate,
+)
 from zero.data.token_batches import TokenBatchSampler
 
 ROUTES = ("train", "eval", "predict")  # DeepSpeed's words for what a loader is used for; only "train" shuffles
@@ -53,10 +59,8 @@ class Loader:
         dataset, batch_size: as given.
         sampler: the source of this rank's indices; None for an IterableDataset.
         on_batch: called with each batch before it is yielded, unless None.
-        on_end: called when a pass has ended.
+        on_end: called when a pass has ended, unless None.
     """
-
-    on_end: Callable[[], object] = bool
 
     def __init__(
         self,
@@ -80,8 +84,7 @@ class Loader:
         self._rank, self._drop_last = rank, drop_last
         if together is not None and (together < 1 or together % world_size):
             raise ValueError(f"together: got {together}; wanted a multiple of the world size {world_size}")
-        # A separate generator: a pass must not draw from torch's global one, on which dropout and the like
-        # depend.
+        # A separate generator: a pass must not draw from torch's global one, on which dropout and the like depend.
         self._generator = torch.Generator()
         common: dict[str, Any] = {
             "pin_memory": pin_memory,
@@ -116,6 +119,7 @@ class Loader:
             self._loader = DataLoader(seeded, batch_sampler=self._source, collate_fn=collate_fn, **common)
         self._here = self._next = self._partition.begin(0)
         self.on_batch: Callable[[BatchCounts], None] | None = None
+        self.on_end: Callable[[], object] | None = None
         self._sampler_epoch = getattr(self.sampler, "epoch", None)  # another one there was set by the loop
         self._loads = 0  # positions loaded so far; a pass begun before the last load ends
 
@@ -156,7 +160,8 @@ class Loader:
             batch = next(batches, _END)
             if batch is _END:
                 self._here = self._partition.begin(at.epoch + 1)
-                self.on_end()
+                if self.on_end is not None:
+                    self.on_end()
                 return
             if self.on_batch is not None:
                 self.on_batch(self._counts(at))

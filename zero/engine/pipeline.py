@@ -146,7 +146,7 @@ class Pipeline:
                 return stage.run(values, batch._replace(args=args, kwargs=kwargs))
 
             if self._training.forms.sharing is not None:
-                return self._training.forms.sharing.run(model, bool, *args, **kwargs)
+                return self._training.forms.sharing.run(model, lambda: False, *args, **kwargs)
             return model(*args, **kwargs)
 
         return self._training.run(run, (values, batch.args, batch.kwargs), {})

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero.config import Config
 from zero.core.sharded_module import ShardedModule
@@ -181,15 +182,10 @@ class _Forward:
         self._device = device
         self._inputs: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._recorder: OperatorRecorder | None = None
-        compiled = any(is_compiled(child) for child in module.modules())
-        self._handles = (
-            []
-            if compiled
-            else [
-                module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
-                module.register_forward_hook(self._end, always_call=True),
-            ]
-        )
+        self._handles: list[RemovableHandle] = []
+        if not any(is_compiled(child) for child in module.modules()):
+            self._handles.append(module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._end, always_call=True))
 
     def _begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled() and self._recorder is None:

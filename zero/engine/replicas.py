@@ -78,7 +78,7 @@ class Replicas:
             return
         due = number % self._every == 0
         for unit in self._whole:
-            if due or self._fleeting(unit):
+            if due or (unit.gradients is not None and unit.mesh.shard.size > 1):  # an update overwrites it
                 self._look(unit)
         if due:
             try:
@@ -95,9 +95,6 @@ class Replicas:
         """Forget what was seen of the parameters before; leave out the buffers that another run has left out."""
         self._seen = {}
         self._own_buffers = None if own_buffers is None else set(own_buffers)
-
-    def _fleeting(self, unit: Unit) -> bool:
-        return unit.gradients is not None and unit.mesh.shard.size > 1
 
     def _look(self, unit: Unit) -> None:
         unit.gather()

@@ -5,36 +5,26 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-
-class Transfer(Protocol):
-    """Asynchronous use of a buffer: a request to a drive, or copies to a device."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-    def wait(self) -> None:
-        """Wait until it has ended; OSError if it failed."""
+from zero.kernels.aio import Request
 
 
-class EventTransfer:
-    """The copies of a device up to an event."""
+class EventTransfer(NamedTuple):
+    """The copies of a device up to an event, as a `Request` to a drive is."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    event: torch.cuda.Event
 
     @property
     def done(self) -> bool:
-        """See `Transfer.done`."""
-        return self._event.query()
+        """Whether they have ended."""
+        return self.event.query()
 
     def wait(self) -> None:
-        """See `Transfer.wait`."""
-        self._event.synchronize()
+        """Wait until they have ended."""
+        self.event.synchronize()
 
 
 class Buffer:
@@ -56,7 +46,7 @@ class Buffer:
         self.users = 0
         self.last_user = 0
         self.prefetched = self.blank = self.changed = False
-        self.transfers: list[Transfer] = []
+        self.transfers: list[Request | EventTransfer] = []
 
     def evict(self) -> None:
         """Take the buffer from its owner, whose bytes are in the file or not needed."""

@@ -80,7 +80,7 @@ def measured(
         saved[memory] = tensor.untyped_storage().nbytes() if memory is not None else tensor.nbytes
         return tensor
 
-    with saved_tensors_hooks(pack, _same), tally:
+    with saved_tensors_hooks(pack, lambda tensor: tensor), tally:
         out = fn(*args, **kwargs)
     foreign |= _memories(module, others)  # also of units that were gathered inside
     none = sum(nbytes for memory, nbytes in saved.items() if memory not in foreign)
@@ -93,10 +93,6 @@ def _memories(module: nn.Module, others: Iterable[torch.Tensor]) -> set[int | No
     owners = [(param, owner_of(param)) for param in module.parameters()]
     storages = {storage_id(param) if owner is None else storage_id(owner.unit.buffer.full) for param, owner in owners}
     return storages | {storage_id(tensor) for tensor in (*module.buffers(), *others)}
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 _CODES = (None, Policy.NONE, Policy.SELECTIVE, Policy.FULL)  # the later one wins where ranks differ

@@ -71,10 +71,8 @@ class SavedBuffer(NamedTuple):
 def saved_buffers(module: nn.Module | None) -> list[SavedBuffer]:
     """All buffers of `module`, saved before a forward that may change them."""
     buffers: list[SavedBuffer] = []
-    if module is None:
-        return buffers
     copies: dict[int, torch.Tensor] = {}  # one per tensor, for all its names
-    for owner in module.modules():
+    for owner in module.modules() if module is not None else ():
         for name, tensor in owner._buffers.items():
             if tensor is None:
                 continue
@@ -168,12 +166,9 @@ def recomputed(
         return out
 
     del leaves
+    # Tells torch whose device's random state counts, if the kept inputs do not show it.
+    marker = torch.empty(0, device="cuda" if torch.cuda.is_initialized() else "cpu")
     try:
-        return checkpoint(run, _marker(), *items, use_reentrant=False)
+        return checkpoint(run, marker, *items, use_reentrant=False)
     finally:
         originals.clear()
-
-
-def _marker() -> torch.Tensor:
-    """A tensor that tells torch whose device's random state counts, if the kept inputs do not show it."""
-    return torch.empty(0, device="cuda" if torch.cuda.is_initialized() else "cpu")

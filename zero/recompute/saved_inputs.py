@@ -77,7 +77,8 @@ class InputBuffers:
     def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of at least `nbytes` bytes, not initialised."""
         if self._count is not None and self._size is None:
-            self._carve(round_up(nbytes, PAGE), self._count)
+            self._size = round_up(nbytes, PAGE)
+            self._free += self._new(self._size * self._count).split(self._size)
         fitting = [buffer for buffer in self._free if buffer.numel() >= nbytes]
         if fitting:
             best = min(fitting, key=torch.Tensor.numel)
@@ -114,10 +115,6 @@ class InputBuffers:
     @property
     def _keeps(self) -> bool:
         return self._host or self._count is not None
-
-    def _carve(self, size: int, count: int) -> None:
-        self._size = size
-        self._free += self._new(size * count).split(size)
 
     def _new(self, nbytes: int) -> torch.Tensor:
         self.nbytes += nbytes

@@ -20,8 +20,7 @@ from zero.core.torch_private import shape_of_gradient
 from zero.core.world import Axis, local_device
 from zero.parallel.pipeline.split import Elsewhere
 from zero.parallel.tensor import moves
-from zero.parallel.tensor.first_forward import FirstForward
-from zero.parallel.tensor.first_step import FirstStep, broadcast_batch, compare_batch
+from zero.parallel.tensor.first_step import FirstForward, FirstStep, broadcast_batch, compare_batch
 from zero.parallel.tensor.forward import (
     CutForward,
     Regions,
