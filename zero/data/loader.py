@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from zero.data.samplers import (
     RankSampler,
     SeededDataset,
     WorkerBatch,
-    WorkerCollate,
+    collate_in_worker,
 )
 from zero.data.token_batches import TokenBatchSampler
 
@@ -105,7 +106,7 @@ class Loader:
         )
         if stream:
             items = RankIterable(dataset, self._partition, rank)
-            collate = WorkerCollate(collate_fn or default_collate)
+            collate = functools.partial(collate_in_worker, collate_fn or default_collate)
             self._source: RankBatchSampler | TokenBatchSampler | RankIterable = items
             self._loader = DataLoader(items, batch_size, collate_fn=collate, drop_last=drop_last, **common)
         else:

@@ -161,15 +161,9 @@ class WorkerBatch(NamedTuple):
     batch: Any
 
 
-class WorkerCollate:
-    """A `collate_fn` that adds the worker's number: after one worker has ended, the others are still read."""
-
-    def __init__(self, collate_fn: Callable[[list], Any]) -> None:
-        self._collate = collate_fn
-
-    def __call__(self, items: list) -> WorkerBatch:
-        """Make a batch in the worker."""
-        return WorkerBatch(_worker(), len(items), self._collate(items))
+def collate_in_worker(collate_fn: Callable[[list], Any], items: list) -> WorkerBatch:
+    """A batch with the number of the worker that makes it: after one worker has ended, the others are still read."""
+    return WorkerBatch(_worker(), len(items), collate_fn(items))
 
 
 def _worker() -> int:

@@ -50,14 +50,10 @@ class Randomness:
         generators = [torch.default_generator]
         if self._device.type == "cuda":
             generators.append(torch.cuda.default_generators[self._device.index])
-        states = [generator.get_state() for generator in generators]
-        try:
+        with torch.random.fork_rng([each.device for each in generators[1:]]):
             for generator in generators:
                 generator.manual_seed(seed)
             yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
         """All that `load_state_dict` needs, the same on all ranks, as plain numbers."""

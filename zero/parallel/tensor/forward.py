@@ -59,6 +59,7 @@ class Scope(Replaced):
         self.first: Callable[[Scope, Any, Any, dict[str, Any], str], bool] | None = None
         self.whole = False
         self._moved: list[tuple[Tensor, tuple[bool, int], Tensor]] = []
+        self._sums: list[Tensor] = []  # of partial ones, of a section
 
     def run(self, x: Any, args: Any, kwargs: dict[str, Any], name: str = "") -> Any:
         """See `Replaced.run`."""
@@ -76,12 +77,15 @@ class Scope(Replaced):
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, forwards leave nothing that the one around them would find."""
-        moved, self._moved = self._moved, list(self._moved)
+        scopes = [self] if self._around is None else [self, self._around]
+        before = [(each, each._moved, each._sums) for each in scopes]
+        for each in scopes:
+            each._moved, each._sums = [*each._moved], []
         try:
-            with contextlib.nullcontext() if self._around is None else self._around.aside():
-                yield
+            yield
         finally:
-            self._moved = moved
+            for each, moved, sums in before:
+                each._moved, each._sums = moved, sums
 
     def entered(self, x: Tensor) -> Tensor:
         """A whole tensor for uses of which each rank has a part; the same one for all of them."""
@@ -210,7 +214,6 @@ class Section(Scope):
     def __init__(self, module: nn.Module, axis: Axis, regions: Regions | None, trunk: Trunk) -> None:
         super().__init__(module, axis, regions)
         self._trunk = trunk
-        self._sums: list[Tensor] = []
         self.scatters = self.learned = False
 
     @property
@@ -240,16 +243,6 @@ class Section(Scope):
         self.learned = alone
         first = moves.split(first, self.axis, 1, sizes_of(first.shape[1], self.axis.size))
         return first if isinstance(out, Tensor) else (first, *out[1:])
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """See `Scope.aside`."""
-        sums, self._sums = self._sums, []
-        try:
-            with super().aside():
-                yield
-        finally:
-            self._sums = sums
 
     def summed(self, out: Tensor) -> Tensor:
         """The sum of partial ones, or this rank's part of it."""
