@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from zero.core.tensors import tensors_in
+from zero.core.hooks import tensors_in
 from zero.core.unit import Unit
 
 

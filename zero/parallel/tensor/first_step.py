@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core import comm
 from zero.core.agree import agree
-from zero.core.tensors import map_leaves, tensors_in
+from zero.core.hooks import tensors_in
+from zero.core.tensors import map_leaves
 from zero.core.world import Axis
 from zero.parallel.pipeline.partition import in_eval
 from zero.parallel.tensor.forward import Scope, values_said
