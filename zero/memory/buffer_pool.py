@@ -97,7 +97,11 @@ class BufferPool:
             if idle:
                 self.wait(free[0] if free else idle[-1])
             else:
-                self._check_users(owner)
+                if all(buffer.last_user == threading.get_ident() for buffer in self.buffers):
+                    raise RuntimeError(
+                        f"{owner} needs a buffer, and all {len(self.buffers)} are in use by the code that asks for it; "
+                        "raise buffer_count in offload_optimizer and offload_param, or use fewer units at once"
+                    )
                 self.lock.wait()
 
     def checked_lock(self) -> threading.Condition:
@@ -158,11 +162,3 @@ class BufferPool:
                 self.fail(buffer.owner.explain(error))
                 raise self.failure from error
         return not buffer.transfers
-
-    def _check_users(self, owner: Any) -> None:
-        me = threading.get_ident()
-        if all(buffer.last_user == me for buffer in self.buffers):
-            raise RuntimeError(
-                f"{owner} needs a buffer, and all {len(self.buffers)} are in use by the code that asks for it; "
-                "raise buffer_count in offload_optimizer and offload_param, or use fewer units at once"
-            )
