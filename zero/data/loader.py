@@ -339,10 +339,7 @@ def make_loader(
     collate_fn: Callable[..., Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> Loader:
-    """See `Engine.deepspeed_io`; `rank`: of `settings.world_size` data-parallel ones.
-
-    Raises ValueError for what no loader can be made of.
-    """
+    """See `Engine.deepspeed_io`; `rank`: of `settings.world_size`. Raises ValueError for what does not fit."""
     if route not in ROUTES:
         raise ValueError(f"deepspeed_io(route=...): got {route!r}, wanted one of {', '.join(map(repr, ROUTES))}")
     world_size = settings.world_size

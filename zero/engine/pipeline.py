@@ -28,10 +28,7 @@ from zero.watchdog.hang_report import Phase
 
 
 class Pipeline:
-    """What an engine does with the stages of this rank.
-
-    feed: where micro-batches come from; stepping: `train_batch` is in its step.
-    """
+    """An engine's stages on this rank; feed: where micro-batches come from; stepping: `train_batch` is in its step."""
 
     def __init__(
         self,

@@ -38,10 +38,7 @@ class Randomness:
 
     @contextlib.contextmanager
     def forward(self, step: int, micro_batch: int) -> Iterator[None]:
-        """Inside, torch's generators are seeded for this rank's micro-batch of optimizer step `step`.
-
-        Afterwards the generators are as they were before.
-        """
+        """Inside, torch's generators are seeded for this rank's micro-batch of optimizer step `step`."""
         if self._place != (step, micro_batch):
             self._place, self._forwards = (step, micro_batch), 0
         shared = micro_batch * self._own.size + self._own.rank

@@ -30,10 +30,7 @@ _AGE = 0x5851F42D4C957F2D  # odd, so that no earlier step is lost from a hash ov
 
 
 class LabelledHashes(NamedTuple):
-    """Hashes, int64 [n], of what belongs together; `labels` [n] say of what each is.
-
-    among: what only ranks that hold the same have alike: their places in the world, say.
-    """
+    """Hashes, int64 [n], of what belongs together; labels [n]; among: what only the ranks that hold it agree in."""
 
     place: str
     labels: Sequence[str]

@@ -108,10 +108,7 @@ def _read(path: Path) -> str:
 
 
 class Freed:
-    """Calls `give_back` each time that a fixed number of bytes of host memory was freed, so that no more stays unused.
-
-    Freed tensors of a few MiB between living ones leave holes that the C library would keep.
-    """
+    """Calls `give_back` for each so many freed bytes: small holes between living tensors stay with the C library."""
 
     STEP = 32 << 20
 

@@ -76,10 +76,7 @@ class BufferPool:
         self.buffers = [Buffer(memory) for memory in memories]  # least recently claimed or used first
 
     def claim(self, owner: Any, wait: bool) -> Buffer | None:
-        """A buffer for `owner`; None if none is idle and not `wait`. The lock is held.
-
-        Raises RuntimeError if the calling thread itself uses all of them, and would wait for ever.
-        """
+        """A buffer, None if none is idle and not `wait`; RuntimeError if the caller has them all. The lock is held."""
         while True:
             self.check()
             idle = [buffer for buffer in self.buffers if not buffer.users]

@@ -21,9 +21,7 @@ from zero.memory.store import PassingStore
 class SwapFile:
     """One file of one rank for one kind of state, with a range for each unit, in the order of the calls of `store`.
 
-    pool: buffers of host memory, shared by all units;
-    file: read and written by requests to `aio`;
-    read_ahead, write_behind: while other units are used.
+    pool: buffers of host memory, shared by all units; read_ahead, write_behind: while other units are used.
     """
 
     def __init__(
@@ -85,9 +83,7 @@ def close_all(files: Iterable[SwapFile], aio: Aio | None) -> None:
 
 
 class FileStore(PassingStore):
-    """A store whose tensors are in the file unless they are acquired.
-
-    buffer: where the tensors are, or will be; None: only in the file.
+    """A store whose tensors are in the file unless they are acquired; buffer: where they are, or will be, else None.
 
     After a failed request every later use of any store of the pool raises RuntimeError with unit, rank and file.
     """

@@ -78,10 +78,7 @@ class HostGradAccumulator:
         self._count += 1
 
     def add_rows(self, inbox: Any) -> bool:
-        """Add the sum of an `Inbox` without separate memory for it; False if that is impossible.
-
-        It is possible for a single row, and in fp32, if the device computes in this memory.
-        """
+        """Add the sum of an `Inbox` without memory for it: one row, or in fp32 if the device adds here; else False."""
         if len(inbox.rows) == 1:
             inbox.arrive()
             self.add(inbox.rows[0])

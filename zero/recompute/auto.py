@@ -149,10 +149,7 @@ class Auto:
 
 
 def agreed(choice: Choice, modules: int, axis: Axis) -> Choice:
-    """One choice for all ranks of the axis, for each module the policy that keeps least; collective.
-
-    A module that no rank has called is recomputed in full.
-    """
+    """One choice for all ranks of the axis: for each module what keeps least, FULL if none called it; collective."""
     codes = [_CODES.index(choice.policies.get(number)) for number in range(modules)]
     nbytes, *codes = map(max, zip(*agree([choice.nbytes, *codes], axis), strict=True))
     return Choice({number: _CODES[code] or Policy.FULL for number, code in enumerate(codes)}, nbytes)

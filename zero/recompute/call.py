@@ -22,10 +22,7 @@ from zero.recompute.selective import Contexts
 def without_caches(
     args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The arguments with None for each cache, as in Hugging Face's own checkpointing; logs that once.
-
-    Raises ValueError for a filled cache, to which the call would have to attend.
-    """
+    """The arguments with None for each empty key-value cache; logs that once. ValueError for a cache that is filled."""
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not caches:
         return args, kwargs

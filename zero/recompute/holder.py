@@ -43,10 +43,7 @@ class SeedTracker:
         return {"states": self.get_states(), "seeds": sorted(self._seeds)}
 
     def load_state_dict(self, state: Mapping[str, Any], seed: int) -> None:
-        """Continue the streams of `state_dict`.
-
-        A stream without a state, or with one of another kind of device, restarts from its name and `seed`.
-        """
+        """Continue the streams of `state_dict`; one of another kind of device restarts from its name and `seed`."""
         if not state["states"]:  # then no generator is needed
             self._states, self._seeds = {}, set(state["seeds"])
             return
@@ -109,12 +106,7 @@ NOWHERE = Scope()
 
 
 class Holder:
-    """The state of `zero.checkpointing`.
-
-    inputs: the store that `configure` made, None before;
-    axis:  the ranks that inputs are cut over;
-    seeds: named streams of random numbers.
-    """
+    """The state of `zero.checkpointing`: the store that `configure` made, its axis, and streams of random numbers."""
 
     def __init__(self) -> None:
         self.inputs: InputStore | None = None

@@ -74,11 +74,10 @@ class KeptResult(NamedTuple):
 
 
 class Selective:
-    """The rule for what calls of one module keep.
+    """The rule for what calls of one module keep: of so many products (`every`) one, 1 for all.
 
-    every:  every so many products of a call are kept; 1 means all;
     needed: how many products a recomputation runs before it has all that the backward needs, None until one has run.
-            Later products need not be kept, such as the last product of a block, which is added to x.
+    Later products need not be kept, such as the last product of a block, which is added to x.
     """
 
     def __init__(self, name: str, every: int = 1) -> None:

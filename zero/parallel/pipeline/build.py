@@ -62,10 +62,7 @@ def pipelined(
     loss_fn: Callable[..., Any] | None,
     call: Callable[[], Any] | None,
 ) -> Pipelined:
-    """Divide a model among the ranks along pp, of which this is number `place`; changes the model.
-
-    call: as of `divide`. ValueError for what cannot be divided.
-    """
+    """Divide a model among the ranks along pp, of which this is number `place`; changes it. call: as of `divide`."""
     schedule = of_section(settings)
     divided = _divided(model, len(schedule.places), settings, call)
     _tie(divided, schedule)

@@ -198,7 +198,7 @@ def _whole_only(
 def replaced(
     model: nn.Module, plan: TensorPlan, axis: Axis, blocks: int, stage_of: Mapping[str, int]
 ) -> tuple[list[Replaced], dict[str, Scope]]:
-    """Replace the forwards of what a plan cuts; returns what stands there, and the blocks among it by name.
+    """Replace the forwards of what a plan cuts; returns the replacements, and the blocks among them by name.
 
     blocks: of each product, 0 for none; stage_of: of modules of a pipeline, by name.
     """

@@ -107,8 +107,7 @@ class Scope(Replaced):
 class CutForward(Replaced):
     """The forward of a layer that is cut, or of experts that are.
 
-    scope: the block that it is in, or None for a layer alone; section: of a sequence that is cut, in which it is, or
-    None.
+    scope: the block that it is in, None for a layer alone; section: the one around it, if sequences are cut.
     """
 
     def __init__(self, layer: Layer, axis: Axis, scope: Scope | None, section: Section | None) -> None:
@@ -205,7 +204,7 @@ class CutForward(Replaced):
 
 
 class Section(Scope):
-    """A module inside of which sequences are whole, while around it each rank has a part of them (dim 1).
+    """A module inside of which sequences are whole, while around it each rank has a part (sequence parallelism, dim 1).
 
     learned: whether what it gives is the only sum of partial ones in it, as it is; then that is summed and split at
     once, from the first step on: what is recomputed until then must do as before.
