@@ -181,7 +181,7 @@ class Pipeline:
             shares = [batch.share for batch in batches]
             values = [self._value(output, batch) for output, batch in zip(given, batches, strict=False)]
             result = self._mean(values, shares, reduce_output == "avg", bcast_loss)
-        return (result, _together(given)) if return_logits else result
+        return (result, _concatenated(given)) if return_logits else result
 
     def _value(self, output: Any, batch: Batch) -> torch.Tensor:
         """The loss, or the output of a model that has none."""
@@ -194,12 +194,12 @@ class Pipeline:
             )
         return output
 
-    def _mean(self, values: Sequence[torch.Tensor], shares: Sequence[float], over_data: bool, tells: bool) -> Any:
-        """The mean of what the last stage has, on it or, if it `tells`, on all ranks."""
+    def _mean(self, values: Sequence[torch.Tensor], shares: Sequence[float], over_data: bool, broadcast: bool) -> Any:
+        """The mean of what the last stage has, on it or, if `broadcast`, on all ranks."""
         mean = None
         if values:
             mean = sum(value.double() * share for value, share in zip(values, shares, strict=True)) / sum(shares)
-        if tells:
+        if broadcast:
             here = mean is not None and [*mean.shape]
             shape = agree(here, self._along)[self.pipelined.places[-1]]
             mean = torch.empty(shape, dtype=torch.float64, device=self._sharded.device) if mean is None else mean
@@ -229,7 +229,7 @@ class Pipeline:
         return loss, tokens
 
 
-def _together(outputs: Sequence[Any]) -> Any:
+def _concatenated(outputs: Sequence[Any]) -> Any:
     """The outputs of all micro-batches, one after the other; None where there are none."""
     if outputs and all(isinstance(each, torch.Tensor) and each.ndim for each in outputs):
         return torch.cat(list(outputs))

@@ -14,7 +14,7 @@ from zero.engine.engine import Engine
 from zero.engine.pipeline import Pipeline
 
 
-class _Said(int):
+class _CallableBool(int):
     """True or false, also where it is called: DeepSpeed's programs do both."""
 
     def __call__(self) -> bool:
@@ -60,8 +60,8 @@ class PipelineEngine(Engine):
             pipeline.feed.iterator = RepeatingLoader(self.training_dataloader)
         return pipeline
 
-    is_first_stage = property(lambda self: _Said(self._pipeline.is_first), doc="Of this rank.")
-    is_last_stage = property(lambda self: _Said(self._pipeline.is_last), doc="Of this rank.")
+    is_first_stage = property(lambda self: _CallableBool(self._pipeline.is_first), doc="Of this rank.")
+    is_last_stage = property(lambda self: _CallableBool(self._pipeline.is_last), doc="Of this rank.")
     micro_batches = property(lambda self: self._pipeline.micro_batches, doc="Those of a schedule.")
     num_stages = property(lambda self: len(self._pipeline.pipelined.places), doc="Those of all ranks.")
     stage_id = property(lambda self: self._pipeline.pipelined.here[0], doc="The first one of this rank.")

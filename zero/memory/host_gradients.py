@@ -155,7 +155,7 @@ class HostGradAccumulator:
         sum_squares_into(sent, self._squares, accumulate=self.held)
         with copies.after_current():
             target.copy_(sent, non_blocking=True)
-        copies.record_stream(sent)
+        copies.record_stream(sent)  # made by another stream, and dropped here before the copy has read it
         arrived = copies.record_event()
         if self.held:
             self._adding = self._staging.worker.submit(self._add, target, arrived)

@@ -50,7 +50,7 @@ class SharedSequences:
         self._last: Sequence | None = None
         self._seen: list[Sequence] = []  # those whose backward may come
         self._unnamed = ""  # an argument of the forward whose negative numbers may be left out by the loss
-        self._ended = self._checked = self._told = False
+        self._ended = self._checked = self._logged = False
         # Forwards, by whether they build graphs.
         self._to_compare = {False, True} if section.check and cuts and whole else set()
         self._calls = 0  # of attention
@@ -269,8 +269,8 @@ class SharedSequences:
             fill = IGNORED if name in targets else 0
             behind = (0, 0) * (named[name].ndim - 2) + (0, more)
             named[name] = sequence.piece(pad(named[name], behind, value=fill) if more else named[name])
-        if not self._told:
-            self._told = True
+        if not self._logged:
+            self._logged = True
             rank_zero(
                 logging.INFO, "%s ranks share each sequence (%s): cut are %s", ranks, self._section.mode, ", ".join(cut)
             )

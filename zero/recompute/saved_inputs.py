@@ -100,7 +100,7 @@ class InputBuffers:
     def release(self, buffer: torch.Tensor) -> None:
         """Free these bytes; copies that were queued before may still read them."""
         if self._keeps and (self._count is None or buffer.numel() == self._size):
-            self._free.append(buffer)
+            self._free.append(buffer)  # what writes it next is queued behind them
         elif self._keeps:  # it did not fit into the block, or belongs to a closed one
             self._copies.synchronize()
             self.nbytes -= buffer.numel()
@@ -160,6 +160,7 @@ class SavedCall:
             return
         for index, part in enumerate(self._slices):
             self._fetched[index] = torch.empty(part.shape, dtype=part.dtype, device=self._device)
+            # Allocated on the computing stream, written on the copies': if freed, it must not be reused before that.
             self._store.copies.record_stream(self._fetched[index])
         with self._store.copies.after_current():
             for index, part in enumerate(self._slices):
@@ -175,7 +176,7 @@ class SavedCall:
         flat = self._fetched.pop(index)
         before = self._before() if self._before is not None else None
         if before is not None and self._store.settings.cpu_checkpointing:
-            before.fetch()
+            before.fetch()  # which the backward wants next: it comes while this call is recomputed
         axis, like = self._store.axis, self._likes[index]
         if axis.size > 1:
             flat = comm.gather_scalars(flat.view(torch.uint8), axis, "saved inputs").view(-1).view(like.dtype)

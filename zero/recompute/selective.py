@@ -89,7 +89,7 @@ class Selective:
         """The contexts of one forward, and of its recomputations."""
         needed = self.needed
         kept: deque[KeptResult] = deque()
-        return _Keeping(kept, self, needed), _Giving(kept, self, needed)
+        return _Caching(kept, self, needed), _Cached(kept, self, needed)
 
 
 def keeps(place: int, every: int, needed: int | None) -> bool:
@@ -97,7 +97,7 @@ def keeps(place: int, every: int, needed: int | None) -> bool:
     return place % every == every - 1 and (needed is None or place < needed)
 
 
-class _Choosing(TorchDispatchMode):
+class _SelectiveMode(TorchDispatchMode):
     """Decides for each operation whether its result is kept; a forward and its recomputations decide alike."""
 
     def __init__(self, kept: deque[KeptResult], module: Selective, needed: int | None) -> None:
@@ -128,7 +128,7 @@ class _Choosing(TorchDispatchMode):
         return keeps(self._products - 1, self._module.every, self._needed)
 
 
-class _Keeping(_Choosing):
+class _Caching(_SelectiveMode):
     """Keeps results while a forward runs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +152,7 @@ class _Keeping(_Choosing):
             self._kept[place] = each._replace(out=out)
 
 
-class _Giving(_Choosing):
+class _Cached(_SelectiveMode):
     """Gives kept results to the first recomputation, and drops them, so that later ones compute everything.
 
     There are several if a backward ran with `retain_graph`, or two backward calls go through one module.

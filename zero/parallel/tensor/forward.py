@@ -227,6 +227,7 @@ class Section(Scope):
         sizes = [x.shape[1]] * self.axis.size
         whole = moves.gathered(x, self.axis, 1, sizes)
         self._sums = []
+        # Its layers get a second view of the whole: they give partial gradients, others of the section whole ones.
         self.keep(whole, moves.regathered(x, whole.detach(), self.axis, 1, sizes))
         out = super().run(whole, args, kwargs, name)
         first = out if isinstance(out, Tensor) else out[0]
