@@ -36,26 +36,20 @@ class CallTimes:
     """Adds up calls until all were recomputed, or the next forward has run, and then logs one line."""
 
     def __init__(self) -> None:
-        self._calls = [0, 0]  # forwards, recomputations
-        self._seconds = [0.0, 0.0]
+        self._seconds: tuple[list[float], list[float]] = [], []  # of forwards, of recomputations
 
     def add(self, again: bool, seconds: float) -> None:
         """Add the seconds of one forward, or of one recomputation (`again`)."""
-        if not again and self._calls[1]:
+        if not again and self._seconds[1]:
             self._log()
-        self._calls[again] += 1
-        self._seconds[again] += seconds
-        if again and self._calls[1] >= self._calls[0]:
+        self._seconds[again].append(seconds)
+        if again and len(self._seconds[1]) >= len(self._seconds[0]):
             self._log()
 
     def _log(self) -> None:
-        (forwards, recomputations), (forward, again) = self._calls, self._seconds
-        rank_zero(
-            logging.INFO,
-            "recomputed calls: %d forward in %.2f ms, %d again in %.2f ms",
-            *(forwards, forward * 1e3, recomputations, again * 1e3),
-        )
-        self._calls, self._seconds = [0, 0], [0.0, 0.0]
+        numbers = [number for each in self._seconds for number in (len(each), sum(each) * 1e3)]
+        rank_zero(logging.INFO, "recomputed calls: %d forward in %.2f ms, %d again in %.2f ms", *numbers)
+        self._seconds = [], []
 
 
 class InputBuffers:
