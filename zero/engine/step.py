@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zero.core.access import GatheredParameters
 from zero.core.hooks import as_forward
-from zero.core.micro_batches import Weight
+from zero.core.micro_batches import Weighing, Weight
 from zero.core.sharded_module import ShardedModule
 from zero.engine.accumulation import Accumulation
 from zero.engine.alarm import Alarms
@@ -50,7 +50,6 @@ from zero.engine.reality import Reality
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
 from zero.engine.step_record import StepRecord, mean_loss
-from zero.engine.weighing import Weighing
 from zero.log import logger, rank_zero
 from zero.monitor.comms import Traffic, table
 from zero.optim.norm import RankReport
