@@ -260,7 +260,7 @@ def wrap(
     shared = [meshes.of(plan.axes) for plan in plans]
     by_name = dict(module.named_parameters())
     persistent = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
-    offload, streams = None, Streams.on(device)
+    offload, streams = None, Streams.create(device)
     section = settings.zero_optimization
     if is_enabled(section):
         shards = [mesh.shard for mesh in shared]

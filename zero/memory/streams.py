@@ -107,7 +107,7 @@ class Streams(NamedTuple):
     down: SideStream
 
     @classmethod
-    def on(cls, device: torch.device) -> Streams:
+    def create(cls, device: torch.device) -> Streams:
         """New streams of `device`, next to the one that computes."""
         return cls(*(SideStream(device) for _ in cls._fields))
 
