@@ -22,7 +22,7 @@ from scenario import Model, run, settings
 from torch import nn
 
 import zero
-from zero.compat.bitsandbytes import beside
+from zero.core.quantized_params import beside
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: pip install bitsandbytes"

@@ -12,7 +12,7 @@ from pipelines import CLASSES, ROWS, WIDTH, Found, batches, compare, json_of, pi
 from torch import nn
 
 import zero
-from zero.compat.topology import PipeDataParallelTopology, ProcessTopology
+from zero.parallel.pipeline.topology import PipeDataParallelTopology, ProcessTopology
 
 MICRO_BATCHES = 4
 

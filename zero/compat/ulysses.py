@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 from torch.utils.data import IterableDataset
 
-from zero.compat.mpu import GridGroups, groups
+from zero.parallel.grid_groups import GridGroups, groups
 from zero.parallel.huggingface import NAME
 from zero.parallel.shared import IGNORED
 

@@ -1,1 +1,1 @@
-"""The sharding core: the only folder that talks to other ranks and owns streams. Imports point down in its floors."""
+"""The sharding core: how parameters and gradients move between ranks. Imports point down in its floors."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from zero.compat.bitsandbytes import Int8
+from zero.core.quantized_params import Int8
 from zero.core.released import Released, absent, released_class
 from zero.core.state import TRANSITIONS, State
 from zero.core.torch_private import (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from zero.compat.bitsandbytes import format_of
+from zero.core.quantized_params import format_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.engine.reality import planned

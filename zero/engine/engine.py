@@ -13,20 +13,20 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from zero.compat.getters import DeepSpeedGetters
-from zero.compat.names import instead
 from zero.config import Config
 from zero.core.released import UNCLIPPED
 from zero.core.sharded_module import ShardedModule
 from zero.core.world import Axis
 from zero.data import Loader
 from zero.data.loader import make_loader
+from zero.deepspeed_names import instead
 from zero.engine.accumulation import Accumulation
 from zero.engine.checkpoint.load import CheckpointLoader
 from zero.engine.checkpoint.save import CheckpointSaver
 from zero.engine.compiling import BlockCompiler
 from zero.engine.description import Description, describe
 from zero.engine.forward_only import acting, retire
+from zero.engine.getters import DeepSpeedGetters
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.pipeline import Pipeline
 from zero.engine.progress import Progress

@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from zero.compat.pipe import PipelineModule
-from zero.compat.tensor_parallel import told_sizes
 from zero.config import Config, load
 from zero.config.grid_sizes import Told
 from zero.config.optimizers import MuonParams
@@ -56,6 +54,7 @@ from zero.engine.feed import first_batch, parts_of
 from zero.engine.forward_only import follower, hand_over, sharer
 from zero.engine.joining import init_distributed, refuse_alone
 from zero.engine.pipeline_engine import PipelineEngine
+from zero.engine.pipeline_module import PipelineModule
 from zero.engine.precision import make_loss_scaler
 from zero.engine.step import Forms
 from zero.launch.contract import INITIALIZED
@@ -71,6 +70,7 @@ from zero.parallel.pipeline.build import Pipelined, pipelined
 from zero.parallel.shared import SharedSequences
 from zero.parallel.tensor.cutting import CutModel, cut_model, planned
 from zero.parallel.tensor.plan import TensorPlan
+from zero.parallel.tensor.told_sizes import told_sizes
 from zero.plan.cut import Box, Cut, cover_error
 from zero.plan.formats import Formats
 from zero.plan.grid import DATA, UnitAxes

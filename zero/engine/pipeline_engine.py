@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from zero.compat.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from zero.engine.engine import Engine
 from zero.engine.pipeline import Pipeline
+from zero.parallel.pipeline.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
 
 class _Said(int):

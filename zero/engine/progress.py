@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from zero.compat.bitsandbytes import format_of
 from zero.config import Config
 from zero.core.mesh import Mesh
+from zero.core.quantized_params import format_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.engine.status import Status

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.compat.names import instead
 from zero.core.agree import agree
 from zero.core.finite import ALL_FINITE
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
+from zero.deepspeed_names import instead
 from zero.kernels import cuda
 from zero.log import rank_zero
 from zero.optim.norm import RankFlags, RankReport, exact_norm, flags_of, global_norm, hosts_connected

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero.compat.bitsandbytes import beside, format_of
 from zero.config import load
 from zero.config.grid_sizes import KEYS, given_sizes
+from zero.core.quantized_params import beside, format_of
 from zero.core.released import Released
 from zero.core.tensors import find_loss
 from zero.core.torch_private import parameter_of_class

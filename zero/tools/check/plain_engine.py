@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero.compat.bitsandbytes import format_of
-from zero.compat.getters import DeepSpeedGetters
 from zero.config import Config
 from zero.config.optimizers import ARGUMENTS, LambParams, MuonParams, torch_reason
 from zero.core.micro_batches import weighted
 from zero.core.mixed_precision import DTYPES
+from zero.core.quantized_params import format_of
 from zero.core.world import local_device
 from zero.data import Loader
 from zero.data.loader import make_loader
 from zero.engine.arguments import Groups, client_optimizer, parameter_groups
+from zero.engine.getters import DeepSpeedGetters
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.status import Status
 from zero.engine.weighing import Weighing

@@ -39,7 +39,7 @@ __getattr__ = finder(
         "init_distributed": "deepspeed.comm",
         "get_accelerator": "deepspeed.accelerator",
         "add_config_arguments": "zero",
-        "tp_model_init": "zero.compat.tensor_parallel",
+        "tp_model_init": "zero.parallel.tensor.told_sizes",
         "logger": "deepspeed.utils.logging",
         "log_dist": "deepspeed.utils.logging",
         "dist": "deepspeed.comm:",

@@ -16,9 +16,9 @@ from packaging.version import Version
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from zero.compat.mpu import GridGroups, groups
 from zero.core.owner import cut_of, owner_of
 from zero.log import rank
+from zero.parallel.grid_groups import GridGroups, groups
 from zero.plan.tensors import sizes_of
 
 # What `accelerate launch` imports of DeepSpeed's launcher.

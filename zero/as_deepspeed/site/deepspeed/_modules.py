@@ -27,7 +27,7 @@ _AXES, _WHAT = ("data", "model", "tensor_model"), ("group", "rank", "world_size"
 _GROUPS = {f"get_{axis}_parallel_{what}": _HELPERS for axis in _AXES for what in _WHAT}
 _GROUPS |= {f"_{name}": f"{_HELPERS}:{name}" for name in _GROUPS if "tensor" not in name and "src" not in name}
 _SECTIONS = {"": "ZeroOptimization", "OffloadOptimizer": "OffloadOptimizer", "OffloadParam": "OffloadParam"}
-_LAYERS = _from("zero.compat.pipe", "PipelineModule LayerSpec TiedLayerSpec")
+_LAYERS = _from("zero.engine.pipeline_module", "PipelineModule LayerSpec TiedLayerSpec")
 _TOPOLOGIES = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
 _UTILS = "see_memory_usage set_random_seed move_to_device clip_grad_norm_ is_model_parallel_parameter"
 _RECOMPUTING = "checkpoint configure get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed "
@@ -71,7 +71,7 @@ MODULES = {
     "runtime.pipe": Names(_LAYERS, ("DualPipeVModule",), "engine module topology"),
     "runtime.pipe.engine": Names(_from("deepspeed.runtime.engine", "PipelineEngine")),
     "runtime.pipe.module": Names(_LAYERS),
-    "runtime.pipe.topology": Names(_from("zero.compat.topology", f"{_TOPOLOGIES} _prime_factors")),
+    "runtime.pipe.topology": Names(_from("zero.parallel.pipeline.topology", f"{_TOPOLOGIES} _prime_factors")),
     "runtime.sequence_parallel": Names(modules="ulysses_sp"),
     "runtime.sequence_parallel.ulysses_sp": Names(_from("zero.compat.ulysses", _ULYSSES)),
     "runtime.utils": Names(_from(_HELPERS, _UTILS)),
@@ -89,7 +89,7 @@ MODULES = {
     "sequence": Names(modules="layer"),
     "sequence.layer": Names(refused=("DistributedAttention", "_SeqAllToAll")),
     "utils.groups": Names(_from(_HELPERS, _SHARING) | _GROUPS),
-    "utils.timer": Names(_from("zero.compat.timers", "SynchronizedWallClockTimer ThroughputTimer")),
+    "utils.timer": Names(_from("zero.engine.script_timers", "SynchronizedWallClockTimer ThroughputTimer")),
     "utils.torch": Names(_from(_HELPERS, "required_torch_version")),
 }
 """By their paths below `deepspeed`; whatever is not here and in no file of its own is not in zero."""

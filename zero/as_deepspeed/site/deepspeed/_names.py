@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from deepspeed._modules import MODULES
-from zero.compat.names import INSTEAD
+from zero.deepspeed_names import INSTEAD
 
 
 def finder(module: str, homes: Mapping[str, str], refused: Sequence[str] = ()) -> Callable[[str], Any]:

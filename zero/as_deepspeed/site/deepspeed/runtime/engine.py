@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed import _helpers
+from deepspeed._json import sharing_batches, with_whole_head
 from deepspeed._names import finder
 from deepspeed._sentence_transformers import save_whole
 from deepspeed.comm import _engines, init_distributed
@@ -21,12 +22,11 @@ from torch import distributed as dist
 from torch import nn
 
 import zero
-from zero.compat.mpu import GridGroups
-from zero.compat.names import instead
-from zero.compat.tensor_parallel import sharing_batches, with_whole_head
 from zero.config.read import read
+from zero.deepspeed_names import instead
 from zero.engine import pipeline_engine
 from zero.log import log_once
+from zero.parallel.grid_groups import GridGroups
 
 __getattr__ = finder(__name__, {})
 

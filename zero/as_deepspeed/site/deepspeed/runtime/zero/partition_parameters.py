@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from deepspeed._json import sharing_batches
 from deepspeed._names import finder
 from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import _engines, init_distributed
@@ -18,7 +19,6 @@ from torch import distributed as dist
 from torch import nn
 
 import zero
-from zero.compat.tensor_parallel import sharing_batches
 from zero.config.read import read
 from zero.core.access import LostWrite
 from zero.core.init.deferred_param import DeferredParam

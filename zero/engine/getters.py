@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from zero.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
 from zero.core.mixed_precision import DTYPES
+from zero.engine.script_timers import SynchronizedWallClockTimer, ThroughputTimer
 from zero.log import rank_zero
 
 

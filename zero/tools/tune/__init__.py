@@ -1,1 +1,0 @@
-"""`zero tune`: the fastest configuration of a script, foretold and then tried."""
