@@ -1,32 +1,20 @@
 """zero, as programs find it that were written for DeepSpeed. Names come from zero when they are first used."""
 
 import zero as _zero
+from deepspeed._modules import MODULES
 from deepspeed._names import finder
 
 __version__ = f"0.19.6+zero{_zero.__version__}"
 version = __version__
 
-_PACKAGES = (
-    "accelerator",
-    "checkpoint",
-    "comm",
-    "compression",
-    "git_version_info",
-    "launcher",
-    "module_inject",
-    "moe",
-    "ops",
-    "pipe",
-    "profiling",
-    "runtime",
-    "sequence",
-    "utils",
-)
-
 __getattr__ = finder(
     __name__,
     {
-        **{name: f"deepspeed.{name}:" for name in _PACKAGES},
+        **{
+            name: f"deepspeed.{name}:"
+            for name in ("accelerator", "comm", "git_version_info", *MODULES)
+            if "." not in name
+        },
         "zero": "deepspeed.runtime.zero:",
         "checkpointing": "zero.checkpointing:",
         "initialize": "deepspeed.runtime.engine",

@@ -29,6 +29,7 @@ _GROUPS |= {f"_{name}": f"{_HELPERS}:{name}" for name in _GROUPS if "tensor" not
 _SECTIONS = {"": "ZeroOptimization", "OffloadOptimizer": "OffloadOptimizer", "OffloadParam": "OffloadParam"}
 _LAYERS = _from("zero.engine.pipeline_module", "PipelineModule LayerSpec TiedLayerSpec")
 _TOPOLOGIES = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
+_SCHEDULES = "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"
 _UTILS = "see_memory_usage set_random_seed move_to_device clip_grad_norm_ is_model_parallel_parameter"
 _RECOMPUTING = "checkpoint configure get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed "
 _RECOMPUTING += "non_reentrant_checkpoint reset"
@@ -62,12 +63,15 @@ MODULES = {
     ),
     "runtime.activation_checkpointing": Names(modules="checkpointing"),
     "runtime.activation_checkpointing.checkpointing": Names(_from("zero.checkpointing", _RECOMPUTING)),
+    "runtime.base_optimizer": Names({"ZeROOptimizer": f"{_OPTIMIZERS}:DeepSpeedOptimizer"}),
     "runtime.bf16_optimizer": Names(_from(_OPTIMIZERS, "BF16_Optimizer")),
     "runtime.checkpoint_engine": Names(modules="torch_checkpoint_engine"),
     "runtime.checkpoint_engine.torch_checkpoint_engine": Names(refused=("TorchCheckpointEngine",)),
+    "runtime.config": Names({"DeepSpeedConfigError": "zero.config:ConfigError"}),
     "runtime.fp16": Names(modules="fused_optimizer unfused_optimizer"),
     "runtime.fp16.fused_optimizer": Names(_from(_OPTIMIZERS, "FP16_Optimizer")),
     "runtime.fp16.unfused_optimizer": Names({"FP16_UnfusedOptimizer": f"{_OPTIMIZERS}:FP16_Optimizer"}),
+    "runtime.lr_schedules": Names(_from("zero.optim.lr", _SCHEDULES)),
     "runtime.pipe": Names(_LAYERS, ("DualPipeVModule",), "engine module topology"),
     "runtime.pipe.engine": Names(_from("deepspeed.runtime.engine", "PipelineEngine")),
     "runtime.pipe.module": Names(_LAYERS),
@@ -88,6 +92,11 @@ MODULES = {
     "runtime.zero.utils": Names(_from(_HELPERS, "ZeRORuntimeException")),
     "sequence": Names(modules="layer"),
     "sequence.layer": Names(refused=("DistributedAttention", "_SeqAllToAll")),
+    "utils": Names(
+        _from("deepspeed.utils.logging", "logger log_dist")
+        | {"RepeatingLoader": "zero", "is_initialized": "deepspeed.comm"},
+        modules="groups logging timer torch zero_to_fp32",
+    ),
     "utils.groups": Names(_from(_HELPERS, _SHARING) | _GROUPS),
     "utils.timer": Names(_from("zero.engine.script_timers", "SynchronizedWallClockTimer ThroughputTimer")),
     "utils.torch": Names(_from(_HELPERS, "required_torch_version")),

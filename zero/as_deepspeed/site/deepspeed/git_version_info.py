@@ -3,10 +3,7 @@
 import torch
 
 from deepspeed import __version__
-from deepspeed._names import finder
 from deepspeed.accelerator import get_accelerator
-
-__getattr__ = finder(__name__, {})
 
 
 def _short(version: str | None) -> str:

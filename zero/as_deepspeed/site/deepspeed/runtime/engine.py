@@ -11,7 +11,6 @@ from typing import Any
 
 from deepspeed import _helpers
 from deepspeed._json import sharing_batches, with_whole_head
-from deepspeed._names import finder
 from deepspeed._sentence_transformers import save_whole
 from deepspeed.comm import _engines, init_distributed
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
@@ -27,8 +26,6 @@ from zero.deepspeed_names import instead
 from zero.engine import pipeline_engine
 from zero.log import log_once
 from zero.parallel.grid_groups import GridGroups
-
-__getattr__ = finder(__name__, {})
 
 _WHY = {
     "use_node_local_storage": "every rank reads its part of one folder, which all see",

@@ -3,13 +3,10 @@
 import logging
 from collections.abc import Sequence
 
-from deepspeed._names import finder
 from zero.log import logger as _zero_logger
 from zero.log import rank
 
 logger = _zero_logger.getChild("deepspeed")
-
-__getattr__ = finder(__name__, {})
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

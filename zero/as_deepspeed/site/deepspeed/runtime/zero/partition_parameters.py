@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from deepspeed._json import sharing_batches
-from deepspeed._names import finder
 from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import _engines, init_distributed
 from torch import distributed as dist
@@ -25,8 +24,6 @@ from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import Owner, is_released, owner_of
 from zero.core.released import Placeholder, unsaved
 from zero.log import log_once
-
-__getattr__ = finder(__name__, {})
 
 # Transformers puts functions of its own here while it builds a model; zero's Init patches no constructors.
 _orig_torch_arange = torch.arange
