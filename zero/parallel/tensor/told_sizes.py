@@ -12,7 +12,7 @@ from torch import nn
 from zero.config.unavailable import lookup
 
 _TOLD = "_zero_tp_model_init"
-_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Told(NamedTuple):
@@ -70,6 +70,6 @@ def _compare(told: _Told, values: Mapping[str, Any]) -> None:
     for key, size in json_sizes(values).items():
         if size != told.size:
             raise ValueError(f"{key}: got {size}, and tp_model_init was told {told.size}; keep one of the two")
-    for key, dtype in _DTYPES.items():
+    for key, dtype in DTYPES.items():
         if lookup(values, f"{key}.enabled") is True and told.dtype not in (None, dtype):
             raise ValueError(f"Conflicting dtype: {key} is enabled, and tp_model_init was told {told.dtype}")

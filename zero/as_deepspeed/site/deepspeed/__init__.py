@@ -10,11 +10,7 @@ version = __version__
 __getattr__ = finder(
     __name__,
     {
-        **{
-            name: f"deepspeed.{name}:"
-            for name in ("accelerator", "comm", "git_version_info", *MODULES)
-            if "." not in name
-        },
+        **{name: f"deepspeed.{name}:" for name in ("accelerator", "comm", *MODULES) if "." not in name},
         "zero": "deepspeed.runtime.zero:",
         "checkpointing": "zero.checkpointing:",
         "initialize": "deepspeed.runtime.engine",
@@ -28,8 +24,8 @@ __getattr__ = finder(
         "get_accelerator": "deepspeed.accelerator",
         "add_config_arguments": "zero",
         "tp_model_init": "zero.parallel.tensor.told_sizes",
-        "logger": "deepspeed.utils.logging",
-        "log_dist": "deepspeed.utils.logging",
+        "logger": "deepspeed._helpers",
+        "log_dist": "deepspeed._helpers",
         "dist": "deepspeed.comm:",
     },
 )

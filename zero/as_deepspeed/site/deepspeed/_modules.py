@@ -39,6 +39,7 @@ MODULES = {
     "checkpoint.utils": Names(_from(_HELPERS, "clone_tensors_for_torch_save"), ("get_model_ckpt_name_for_rank",)),
     "compression": Names(modules="helper"),
     "compression.helper": Names(_from(_HELPERS, "recursive_getattr recursive_setattr")),
+    "git_version_info": Names(_from(_HELPERS, "torch_info version")),
     "launcher": Names(modules="runner"),
     "launcher.runner": Names(_from(_HELPERS, "DEEPSPEED_ENVIRONMENT_NAME PDSH_MAX_FAN_OUT")),
     "module_inject": Names(modules="layers tp_shard"),
@@ -93,11 +94,11 @@ MODULES = {
     "sequence": Names(modules="layer"),
     "sequence.layer": Names(refused=("DistributedAttention", "_SeqAllToAll")),
     "utils": Names(
-        _from("deepspeed.utils.logging", "logger log_dist")
-        | {"RepeatingLoader": "zero", "is_initialized": "deepspeed.comm"},
+        _from(_HELPERS, "logger log_dist") | {"RepeatingLoader": "zero", "is_initialized": "deepspeed.comm"},
         modules="groups logging timer torch zero_to_fp32",
     ),
     "utils.groups": Names(_from(_HELPERS, _SHARING) | _GROUPS),
+    "utils.logging": Names(_from(_HELPERS, "logger log_dist")),
     "utils.timer": Names(_from("zero.engine.script_timers", "SynchronizedWallClockTimer ThroughputTimer")),
     "utils.torch": Names(_from(_HELPERS, "required_torch_version")),
 }
