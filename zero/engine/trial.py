@@ -136,15 +136,11 @@ class TriedRun(AssignedRun):
             if self.taken == WARMUP + self._trial.steps:
                 times = self._ends[WARMUP - 1 :]
                 found = {"seconds": [end - begin for begin, end in itertools.pairwise(times)]}
-                found |= {"memory": self._memory(device), "samples": self._samples}
+                # The most that this rank has taken: of the device, or of main memory beyond what it began with.
+                memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else self._peak
+                found |= {"memory": memory, "samples": self._samples}
                 self._write(f"rank-{self._engine.global_rank}", found)
                 self.end("zero tune")
-
-    def _memory(self, device: torch.device) -> int:
-        """The most bytes that this rank has taken: of the device, or of main memory beyond what it began with."""
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device)
-        return self._peak
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         (self.folder / f"{name}.json").write_text(json.dumps(values), encoding="utf-8")

@@ -40,9 +40,10 @@ class Shape(NamedTuple):
     def tree(self) -> ModuleNode:
         """Its modules."""
         blocks = [ModuleNode(f"blocks.{index}", "Block", tuple(self._block(index))) for index in range(self.layers)]
-        ends = [ModuleNode(name, kind, (f"{name}.weight",)) for name, kind in self._ends()]
+        kinds = {"embed": "Embedding", "norm": "RMSNorm", "head": "Linear"}
+        first, *last = (ModuleNode(name, kind, (f"{name}.weight",)) for name, kind in kinds.items())
         return ModuleNode(
-            "", "Transformer", (), (ends[0], ModuleNode("blocks", "ModuleList", (), (*blocks,), True), *ends[1:])
+            "", "Transformer", (), (first, ModuleNode("blocks", "ModuleList", (), (*blocks,), True), *last)
         )
 
     def specs(self, dtype: str) -> list[ParamSpec]:
@@ -59,10 +60,6 @@ class Shape(NamedTuple):
         sizes = {"norm1": self.width, "q": square, "k": square, "v": square, "o": square, "norm2": self.width}
         sizes |= {"gate": wide, "up": wide, "down": wide}
         return {f"blocks.{index}.{name}.weight": numel for name, numel in sizes.items()}
-
-    @staticmethod
-    def _ends() -> tuple[tuple[str, str], ...]:
-        return ("embed", "Embedding"), ("norm", "RMSNorm"), ("head", "Linear")
 
 
 def shape_of(numel: float, layers: int | None = None, width: int | None = None) -> Shape:
