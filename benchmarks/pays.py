@@ -31,8 +31,8 @@ from zero.config import load
 from zero.sizes.choice import own_choice
 from zero.sizes.model_trace import trace
 from zero.sizes.rates import Rates
-from zero.sizes.search import Search, Setup
-from zero.tools.plan.measured import measured
+from zero.tools.plan.rank_rates import measured
+from zero.tools.plan.search import Search, Setup
 from zero.tools.plan.table import enough, waits
 
 SIZES = {

@@ -33,10 +33,9 @@ from zero.engine.reality import Observed, alive_now
 from zero.sizes.choice import own_choice
 from zero.sizes.estimate import DeviceBytes
 from zero.sizes.model_trace import trace
-from zero.sizes.rank_rates import flops_of, measure, one_pass, recomputing
 from zero.sizes.rates import DEVICES, Rates
-from zero.sizes.search import Search, Setup
-from zero.tools.plan.measured import together
+from zero.tools.plan.rank_rates import flops_of, measure, one_pass, recomputing, together
+from zero.tools.plan.search import Search, Setup
 
 RANKS = 2
 SIZES = Sizes(width=256, layers=6, heads=4, vocab=512, context=128, batch=4, bf16=False)
@@ -292,7 +291,7 @@ parameters (P) rest if not on the device, recomputation, dtype, micro-batches fo
 What is real: kinds of model state, the most of each whenever a unit began to travel (`zero.engine.reality.Observed`);
 activations, what the forward left for the backward; the peak, the most bytes of all tensors after any operation
 (`benchmarks/live.py`); sent, the engine's count of what left the process. Time is the median of {repeat} steps, that
-of the slower rank; the plan's is from rates that `zero.sizes.rank_rates` measured on the same ranks, the model's
+of the slower rank; the plan's is from rates that `zero.tools.plan.rank_rates` measured on the same ranks, the model's
 FLOP/s in turns between those steps, and what recomputing it takes: this machine is shared, and its speed changes by a
 quarter within seconds.
 

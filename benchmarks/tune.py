@@ -21,7 +21,7 @@ from typing import Any
 from measure import Kept, machine_line, paired, rotated, stat, table
 
 from zero.launch.args.scripts import TuneRequest
-from zero.tools.tuning import try_row, tune
+from zero.tools.tune.tuning import try_row, tune
 
 ROOT = Path(__file__).parents[1]
 GPT = ROOT / "examples" / "gpt"

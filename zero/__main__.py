@@ -173,7 +173,7 @@ def _tune(args: argparse.Namespace) -> int:
     request = script_args.tune_request(args)
     request.check()
     _check_config(request.config)
-    from zero.tools import tuning
+    from zero.tools.tune import tuning
 
     return tuning.run(request)
 

@@ -25,8 +25,8 @@ from zero.plan.units import ParamSpec, UnitPlan
 from zero.sizes.cost import shape_cost
 from zero.sizes.estimate import DEFAULT, GB
 from zero.sizes.rates import DEVICES
-from zero.sizes.search import USABLE, Setup, candidates
 from zero.sizes.shape import shape_of
+from zero.tools.plan.search import USABLE, Setup, candidates
 from zero.tools.plan.table import name_of, tokens
 
 HERE = Path(__file__).parent

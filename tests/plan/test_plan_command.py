@@ -24,9 +24,9 @@ from zero.sizes.choice import CHOICES, StageChoice
 from zero.sizes.cost import POLICIES, shape_cost
 from zero.sizes.estimate import DEFAULT
 from zero.sizes.rates import DEVICES
-from zero.sizes.search import Search, Setup
 from zero.sizes.shape import Shape
 from zero.tools.plan.plan_command import PlannedModel, _check
+from zero.tools.plan.search import Search, Setup
 
 SMALL = ["plan", "--params", "2e7", "--sequence", "64", "--device", "a100"]
 

@@ -21,8 +21,8 @@ from zero.sizes.cost import POLICIES, shape_cost
 from zero.sizes.estimate import PlanRow
 from zero.sizes.links import Links
 from zero.sizes.rates import DEVICES
-from zero.sizes.search import Search, Setup, candidates
 from zero.sizes.shape import Shape
+from zero.tools.plan.search import Search, Setup, candidates
 
 SHAPE = Shape(layers=6, width=512, inner=1024, vocabulary=4096)
 FREE = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zero.sizes.rates import DEVICES, REACHED
-from zero.tools.plan.measured import measured
+from zero.tools.plan.rank_rates import measured
 
 H100 = DEVICES["h100"]
 SLOW = """

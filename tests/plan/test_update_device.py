@@ -14,8 +14,8 @@ from zero.sizes.choice import own_choice
 from zero.sizes.cost import shape_cost
 from zero.sizes.estimate import estimate
 from zero.sizes.rates import DEVICES
-from zero.sizes.search import Search, Setup
 from zero.sizes.shape import Shape
+from zero.tools.plan.search import Search, Setup
 
 SHAPE = Shape(layers=6, width=512, inner=1024, vocabulary=4096)
 H100 = UpdateRates(51e9, 68e9, 3000e9)

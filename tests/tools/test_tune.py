@@ -16,7 +16,7 @@ from nodes import environment
 
 from zero.config import load
 from zero.launch.args.scripts import add_tune, tune_request
-from zero.tools.tuning import Tried, Tuned, next_row
+from zero.tools.tune.tuning import Tried, Tuned, next_row
 
 Command = Callable[..., subprocess.CompletedProcess]
 

@@ -20,7 +20,7 @@ def assigned_run() -> Any:
     values = json.loads(text)
     folder = Path(values.pop("folder"))
     if "trial" in values:
-        from zero.engine.trial import Trial, TriedRun
+        from zero.tools.tune.trial import Trial, TriedRun
 
         return TriedRun(Trial(**values["trial"]), folder)
     from zero.tools.check.checked_run import checked_run

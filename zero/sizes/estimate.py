@@ -75,7 +75,7 @@ class PlanRow:
         of the backward, with `LOSS` before and the step, `STEP`, behind it. Activations are not in them.
     ends: the most until that backward has ended and the unit's gradient has left, by the same paths.
 
-    The rest says what zero/sizes/search.py has found for a micro-batch:
+    The rest says what zero/tools/plan/search.py has found for a micro-batch:
 
     policy:      of recomputation; as in `ModelCost.peak`;
     micro_batch, accumulation: samples of one forward of one rank, 0 for none, and how many of these make a step;

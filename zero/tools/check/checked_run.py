@@ -9,8 +9,8 @@ from typing import Any
 
 from zero.config import Config
 from zero.core.owner import cut_of
-from zero.engine.assigned_run import AssignedRun, wrap
 from zero.launch.contract import ASSIGNED
+from zero.tools.assigned_run import AssignedRun, wrap
 from zero.tools.check.plain_engine import PlainEngine
 from zero.tools.check.recording import StepRecorder, load, save
 from zero.tools.check.runs import CheckRun, RunKind, overridden

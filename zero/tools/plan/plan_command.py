@@ -27,8 +27,8 @@ from zero.sizes.cost import ModelCost, shape_cost
 from zero.sizes.estimate import DEFAULT, GB, TP, PlanRow, estimate
 from zero.sizes.lines import of_each, wrapped
 from zero.sizes.rates import DEVICES, Rates
-from zero.sizes.search import Setup, candidates
 from zero.sizes.shape import Shape, shape_of
+from zero.tools.plan.search import Setup, candidates
 from zero.tools.plan.table import name_of, nothing_fits, over_worlds, summary, table
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class PlannedModel:
 
     def _measured(self, settings: Config, cost: ModelCost) -> tuple[Rates, str]:
         """Of this machine, and a note on whose FLOP/s they are: the model's own, where it fits on it and runs."""
-        from zero.tools.plan.measured import measured
+        from zero.tools.plan.rank_rates import measured
 
         ranks, dtype = settings.summed, settings.autocast_dtype or settings.compute_dtype
         why = "there is no model to run"

@@ -11,7 +11,7 @@ from zero.sizes.choice import StageChoice
 from zero.sizes.cost import POLICIES
 from zero.sizes.estimate import PlanRow
 from zero.sizes.lines import gigabytes, table_lines
-from zero.sizes.search import Search, Setup, candidates, pace_of
+from zero.tools.plan.search import Search, Setup, candidates, pace_of
 
 
 def name_of(row: PlanRow) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from zero.kernels import cuda, native
-from zero.kernels.speed import Speed, measure
+from zero.tools.report.speed import Speed, measure
 
 # What a reader may ask for, in the names of torch.cpu.get_capabilities().
 _INSTRUCTIONS = (

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from zero.config.override import apply
-from zero.engine.trial import OUT_OF_MEMORY, WARMUP, Trial
 from zero.launch.args.scripts import TuneRequest
 from zero.log import logger
 from zero.tools.script_runs import ScriptRuns, why_not
+from zero.tools.tune.trial import OUT_OF_MEMORY, WARMUP, Trial
 
 _FIRST = 3  # groups (stage, placement, mesh) of which one row is tried before several of one group
 _OUT_OF_MEMORY = re.compile(rf"{OUT_OF_MEMORY}|not enough memory|allocate memory|MemoryError|bad_alloc", re.IGNORECASE)

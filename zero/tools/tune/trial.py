@@ -21,7 +21,6 @@ from zero.config import Config
 from zero.config.override import apply
 from zero.core.owner import is_released
 from zero.core.world import local_device
-from zero.engine.assigned_run import AssignedRun, unseen, wrap
 from zero.engine.reality import meta_copy
 from zero.launch.contract import ASSIGNED
 from zero.memory.available import available_nbytes, give_back
@@ -29,9 +28,10 @@ from zero.sizes.choice import StageChoice, own_choice
 from zero.sizes.cost import POLICIES
 from zero.sizes.estimate import PlanRow
 from zero.sizes.model_trace import inputs_of, trace
-from zero.sizes.rank_rates import measure
 from zero.sizes.rates import Rates
-from zero.sizes.search import USABLE, Setup, candidates, choices_of
+from zero.tools.assigned_run import AssignedRun, unseen, wrap
+from zero.tools.plan.rank_rates import measure
+from zero.tools.plan.search import USABLE, Setup, candidates, choices_of
 
 OUT_OF_MEMORY = "out of memory"
 _LOOK = 0.01  # seconds between two looks at memory

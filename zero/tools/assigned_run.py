@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from zero.config import Config
 from zero.log import rank_zero
 
 _SHOWN = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger")
@@ -44,8 +45,7 @@ def wrap(engine: Any, name: str, before: Callable[..., Any], after: Callable[[],
 class AssignedRun:
     """What is wanted of this process. It writes at its end how many steps the script has taken.
 
-    plain: whether the run is one in plain torch; folder: for what comes of it. Its `config(settings, model)` gives the
-    configuration that replaces the script's, and `watch(engine)` records an engine until its steps are done.
+    plain: whether the run is one in plain torch; folder: for what comes of it.
     """
 
     plain = False
@@ -57,6 +57,14 @@ class AssignedRun:
     @property
     def taken(self) -> int:
         """Optimizer steps so far."""
+        raise NotImplementedError
+
+    def config(self, settings: Config, model: Any) -> dict[str, Any]:
+        """The configuration that replaces the script's, for an engine of `model`."""
+        raise NotImplementedError
+
+    def watch(self, engine: Any) -> None:
+        """Record this engine; the script ends when its steps are done."""
         raise NotImplementedError
 
     def end(self, command: str) -> NoReturn:

@@ -1,12 +1,19 @@
-"""The rates of this machine: what one of several ranks reaches while the others do the same."""
+"""The rates of this machine: what one of several ranks reaches while the others do the same.
+
+Started as `-m zero.tools.plan.rank_rates DIR DTYPE WIDTH MODEL SEQUENCE`, each rank writes a JSON object with fields
+of `Rates` to a file in DIR. MODEL, SEQUENCE: as `zero plan` is given them, "" for transformer blocks.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,15 +26,21 @@ from zero.config.sections import ActivationCheckpointing
 from zero.core import comm
 from zero.core.mixed_precision import DTYPES
 from zero.core.world import Axis, local_device, make_world
-from zero.kernels import speed
+from zero.engine.joining import init_distributed
+from zero.log import counted
 from zero.recompute.modules import Recomputed
 from zero.recompute.policy import Policy
 from zero.recompute.saved_inputs import ALONE, InputStore
 from zero.sizes.model_trace import Inputs, arguments, blocks_of, ends
+from zero.sizes.rates import Rates
 from zero.sizes.recorder import FORMULAS
+from zero.tools.plan.source import load_model
+from zero.tools.report import speed
+from zero.tools.started_ranks import SECONDS, run_on_ranks
 
 _SECONDS = 0.6  # of each measurement
 _TIMEOUT = 120.0  # seconds that ranks wait for each other
+
 _SMALL, _LARGE = 1 << 12, 1 << 24  # bytes that a rank sends to each other one
 _BLOCKS, _BATCH, _SEQUENCE, _HEAD = 4, 2, 256, 64  # of the transformer
 _AGAIN = 4  # rounds of all policies of recomputation
@@ -36,6 +49,43 @@ _BESIDE = 256, 1, 1, 128  # width, blocks, batch, sequence of what is computed b
 
 Build = Callable[[], tuple[nn.Module, Inputs]]
 """Makes a model with values in memory, and the arguments of its forward."""
+
+
+def measured(ranks: int, dtype: str = "fp32", width: int = 512, model: str = "", sequence: int = 1) -> Rates:
+    """The rates of this machine with `ranks` ranks on it, all of which compute and send at the same time.
+
+    Takes some seconds. dtype: measured beside fp32; width: of the transformer block whose FLOP/s are taken (small ones
+    reach less); model, sequence: as `load_model` takes them, whose own FLOP/s are taken then. Each figure is the median
+    over ranks. `inter_host` is `intra_host`: there is one host. Raises RuntimeError that says why it could not be.
+    """
+    ended = run_on_ranks(ranks, "zero.tools.plan.rank_rates", dtype, str(width), model, str(sequence))
+    if ended.status is None:
+        raise RuntimeError(f"measuring {counted(ranks, 'rank')} of this machine took over {SECONDS} s")
+    if ended.status or len(ended.wrote) < ranks:
+        text = f"the rates of this machine could not be measured on {counted(ranks, 'rank')}:"
+        raise RuntimeError(f"{text}\n{ended.said}")
+    return together([json.loads(text) for text in ended.wrote.values()])
+
+
+def together(found: Sequence[Mapping[str, Any]]) -> Rates:
+    """The median of each figure over ranks, of what `measure` gave on each."""
+    return Rates(name="measured", **{name: _middle([each[name] for each in found]) for name in found[0]})
+
+
+def _middle(values: Sequence[Any]) -> Any:
+    """The median of numbers, or of each number in mappings."""
+    if isinstance(values[0], Mapping):
+        return {key: _middle([each[key] for each in values]) for key in values[0]}
+    return statistics.median(values)
+
+
+def run(answers: Path, dtype: str, width: int, model: str, sequence: int) -> None:
+    """Join the ranks that were started together, measure, and write down what was found."""
+    init_distributed()
+    rates = measure(dtype, width, partial(load_model, model, sequence, local_device()) if model else None)
+    (answers / str(dist.get_rank() if dist.is_initialized() else 0)).write_text(json.dumps(rates), encoding="utf-8")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def measure(dtype: str, width: int = 512, model: Build | None = None) -> dict[str, Any]:
@@ -190,3 +240,7 @@ def _median(turn: Callable[[], object], device: torch.device, rounds: int = 0) -
                 dist.all_reduce(wanted, dist.ReduceOp.MAX)
             rounds = math.ceil(wanted.item())
     return statistics.median(times)
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

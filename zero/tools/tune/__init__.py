@@ -1,0 +1,1 @@
+"""`zero tune`: the fastest configuration of a script, foretold and then tried."""
