@@ -1,1 +1,1 @@
-"""The sharding core: how parameters and gradients move between ranks. Imports point down in its floors."""
+"""The sharding core: parameters and gradients between ranks, and when they go. Imports point down in its floors."""

@@ -13,7 +13,7 @@ from torch import nn
 from zero.core import comm
 from zero.core.mesh import Mesh
 from zero.core.owner import is_released, owner_of
-from zero.core.quantized_params import beside
+from zero.core.quantized_params import quant_tensors
 from zero.core.world import Axis
 from zero.kernels.remainder import write_remainder, write_rounded
 from zero.plan.layout import Span
@@ -58,9 +58,9 @@ def initial_values(
 
 
 @torch.no_grad()
-def share_beside(params: Sequence[nn.Parameter], axis: Axis, label: str) -> None:
+def share_quant_state(params: Sequence[nn.Parameter], axis: Axis, label: str) -> None:
     """Take from rank 0 what is beside the values of those that are quantised, in one message; collective."""
-    tensors = [each for param in params for each in beside(param)]
+    tensors = [each for param in params for each in quant_tensors(param)]
     if not tensors or axis.size == 1:
         return
     sent = torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors])

@@ -1,4 +1,4 @@
-"""How much memory a run will take, before it starts; and a configuration that is chosen by it.
+"""The memory and time that a run will take, before it starts, and a configuration that is chosen by them.
 
-`shape.py` and `cost.py` are plain values without torch; by `recorder.py` a model runs on the meta device.
+What counts bytes and seconds is plain Python; torch is imported where a model is traced on its meta device.
 """

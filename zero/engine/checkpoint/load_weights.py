@@ -18,7 +18,7 @@ from zero.checkpoint.verify import check_headers
 from zero.checkpoint.weight_files import sort_out, weights_at
 from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import cut_of, owner_of
-from zero.core.state import State
+from zero.core.param_buffer import State
 from zero.core.values import full_shape
 from zero.core.world import Axis
 from zero.engine.checkpoint.load_units import (

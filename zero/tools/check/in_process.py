@@ -13,7 +13,7 @@ from torch import nn
 
 from zero.config import load
 from zero.config.grid_sizes import KEYS, given_sizes
-from zero.core.quantized_params import beside, format_of
+from zero.core.quantized_params import format_of, quant_tensors
 from zero.core.released import Released
 from zero.core.tensors import find_loss
 from zero.core.torch_private import parameter_of_class
@@ -178,7 +178,7 @@ def _like(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
     made = parameter_of_class(kind, values)
     vars(made).update({key: value for key, value in vars(param).items() if not key.startswith("_zero")})
     if form == "int8":
-        made.CB, made.SCB = values, beside(param)[0].clone()
+        made.CB, made.SCB = values, quant_tensors(param)[0].clone()
     else:
         made.quant_state, made.module = copy.deepcopy(param.quant_state), None
     return made

@@ -127,7 +127,7 @@ def _before_cuts(converted: Callable[..., Any], own: Any) -> Callable[..., Any]:
 class GatheredParameters(zero.GatheredParameters):
     """`zero.GatheredParameters`, in which a change that is lost is a warning, once for each place, as in DeepSpeed.
 
-    Programs merge and unmerge adapters in such a block. Where parameters are not cut, the change stays. With
+    Programs merge and unmerge adapters in such a block. Where parameters are not resharded, the change stays. With
     `zero_optimization.enable_sanity_checks` in the JSON of their engine it is an error.
     """
 
@@ -180,7 +180,7 @@ for _name, _value in {"cpu": _cpu, "__reduce_ex__": _reduce}.items():
 def _attribute(name: str, value: Callable[[nn.Parameter], Any] | str) -> property:
     def get(param: nn.Parameter) -> Any:
         owner = owner_of(param)
-        if owner is None or not owner.unit.cut:
+        if owner is None or not owner.unit.resharded:
             raise AttributeError(f"'{type(param).__name__}' object has no attribute '{name}': it is not cut", name=name)
         if isinstance(value, str):
             raise AttributeError(f"{name} of a parameter is not in zero, which is here as deepspeed: {value}")
