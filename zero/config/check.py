@@ -21,6 +21,7 @@ from zero.config.unavailable import lookup
 from zero.config.walk import Walk, problem_line
 from zero.plan.grid import DATA
 
+_FILLED_IN = "which is for Accelerate or Transformers to fill in before this is called"
 _NOT_AVAILABLE = {"amsgrad": "AMSGrad is not available", "eps_inside_sqrt": "eps is added to the root"}
 
 
@@ -58,12 +59,8 @@ def load(
     for name, check in checks.items():
         if (section := getattr(file, name)) is not None and name not in stand_ins:
             errors += check(section.type, section.params)
-    errors += [
-        f"{dotted(path)}: got 'auto', which is for Accelerate or Transformers to fill in before this is called; "
-        "write a value"
-        for path in (walk.autos if filled else ())
-        if path[0] not in (TRAIN, MICRO, STEPS, *stand_ins)
-    ]
+    autos = [dotted(path) for path in walk.autos if filled and path[0] not in (TRAIN, MICRO, STEPS, *stand_ins)]
+    errors += [f"{path}: got 'auto', {_FILLED_IN}; write a value" for path in autos]
     batch = None
     if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):
         train, micro, steps = (getattr(file, name) for name in (TRAIN, MICRO, STEPS))

@@ -147,6 +147,15 @@ class DeviceKernels(TorchFunctionMode):
             out.zero_answer = func in (torch.all, torch.Tensor.all)
         return out
 
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward with these, also in a recomputation, which does not see what surrounds the backward."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return forward(*args, **kwargs)
+
+        return run
+
     @contextmanager
     def _patched(self) -> Iterator[None]:
         F.scaled_dot_product_attention, F.dropout = self._attention, _dropout if self._gpu else _DROPOUT
