@@ -42,23 +42,15 @@ class File(Section):
     gradient_accumulation_steps: Positive | None = None
     """Forward and backward passes per optimizer step."""
     optimizer: Optimizer | None = None
-    """The optimizer that the engine builds."""
     scheduler: Scheduler | None = None
-    """The learning rate schedule that the engine builds."""
     gradient_clipping: NotNegative = 1.0
     """The largest norm of all gradients together; 0 switches clipping off."""
     fp16: Fp16 = absent(Fp16)
-    """Half precision with loss scaling."""
     bf16: Bf16 = absent(Bf16)
-    """Brain floats."""
     zero_optimization: ZeroOptimization = absent(ZeroOptimization)
-    """What is sharded over the ranks."""
     zero: Zero = absent(Zero)
-    """The keys that DeepSpeed does not have."""
     data_types: DataTypes = absent(DataTypes)
-    """Dtypes that follow from the precision unless they are given here."""
     torch_autocast: TorchAutocast = absent(TorchAutocast)
-    """torch.autocast around the forward pass."""
 
     steps_per_print: Steps = 10
     """Optimizer steps between two progress lines; inf prints none."""
@@ -104,29 +96,19 @@ class File(Section):
     activation_checkpointing: ActivationCheckpointing = absent(ActivationCheckpointing)
     """Recomputing activations in the backward pass."""
     aio: Aio = absent(Aio)
-    """Asynchronous file access."""
     checkpoint: Checkpoint = absent(Checkpoint)
-    """Saving and loading."""
     tensorboard: TensorBoard = absent(TensorBoard)
-    """Values of each step as files for TensorBoard."""
     wandb: Wandb = absent(Wandb)
-    """Values of each step for Weights & Biases."""
     csv_monitor: Csv = absent(Csv)
-    """Values of each step as CSV files."""
     comet: Comet = absent(Comet)
-    """Values of each step for Comet."""
     comms_logger: CommsLogger = absent(CommsLogger)
-    """Messages between ranks, as a table."""
     flops_profiler: FlopsProfiler = absent(FlopsProfiler)
-    """FLOPs, parameters and time of the model's modules in one step, and MFU."""
     timers: Annotated[Settings, Idle("not used yet")]
 
     amp: Annotated[Settings, Unavailable("apex amp is not available; use bf16", on=enabled)]
     msamp: Annotated[Settings, Unavailable("MS-AMP is not available; use bf16", on=enabled)]
     pipeline: Pipeline = absent(Pipeline)
-    """Layers divided among ranks."""
     tensor_parallel: TensorParallel = absent(TensorParallel)
-    """Layers cut over neighbouring ranks."""
     expert_parallel: Annotated[Settings, Unavailable(_NOT_FOR_YOU, on=beyond("enabled", "autoep_size", "ep_size"))]
     """`autoep_size`: ranks that experts are divided among, where a script says how by `zero.set_cut`; anything else in
     an enabled section is an error."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from zero.config.file import File, sections
+from zero.config.file import File, section_of, sections
 from zero.config.instead import OLD
 from zero.config.optimizers import ARGUMENTS
 from zero.config.unavailable import Idle, Unavailable, enabled, given
@@ -83,16 +83,15 @@ def _say_params(section: Shape, ours: Mapping[str, Shape], others: Mapping[str, 
 
 
 def descriptions(model: type[Section]) -> dict[str, str]:
-    """The description of each field: the string that follows it in the source, or its mark's.
+    """The description of each field: the string that follows it in the source, its mark's or its section's.
 
     Pydantic would read the sources when the classes are made, which would slow down every import.
     """
-    texts = {
-        name: mark.description
-        for name, field in model.model_fields.items()
-        for mark in field.metadata
-        if isinstance(mark, Unavailable | Idle)
-    }
+    texts = {}
+    for name, field in model.model_fields.items():
+        if (section := section_of(field.annotation)) is not None:
+            texts[name] = inspect.getdoc(section)
+        texts |= {name: mark.description for mark in field.metadata if isinstance(mark, Unavailable | Idle)}
     for home in reversed(model.__mro__[: model.__mro__.index(Section)]):
         (body,) = ast.parse(inspect.getsource(home)).body
         for field, text in itertools.pairwise(body.body):

@@ -81,7 +81,6 @@ class OffloadOptimizer(Section):
     super_offload: Annotated[Bool, NOT_AVAILABLE] = False
     cpuadam_cores_perc: Annotated[Fraction, NOTHING_TO_SET] = 0.8
     zero: StateUpdate = absent(StateUpdate)
-    """How that state is updated."""
 
 
 class LeafModule(Section):
@@ -118,9 +117,7 @@ class ZeroOptimization(Section):
     stage: integer(0, 3) = 0
     """0 replicates everything; 1 shards the optimizer state, 2 also the gradients, 3 also the parameters."""
     offload_param: OffloadParam = absent(OffloadParam)
-    """Where the parameter shards of stage 3 are stored."""
     offload_optimizer: OffloadOptimizer = absent(OffloadOptimizer)
-    """Where the optimizer state is stored, and which device computes the step."""
     stage3_gather_16bit_weights_on_model_save: Bool = False
     """Gather whole weights when a 16-bit model is saved from stage 3."""
 
@@ -160,7 +157,6 @@ class ZeroOptimization(Section):
     log_trace_cache_warnings: Annotated[Bool, NOTHING_TO_SET] = False
     enable_sanity_checks: Annotated[Bool, ALWAYS_ON] = False
     leaf_module: LeafModule = absent(LeafModule)
-    """Modules that are gathered all at once."""
 
     zero_hpz_partition_size: Positive = 1
     """ZeRO++'s hpZ: ranks that together hold a second copy of the parameters at stage 3, as many as one machine has;
