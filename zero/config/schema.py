@@ -91,7 +91,9 @@ def descriptions(model: type[Section]) -> dict[str, str]:
     for name, field in model.model_fields.items():
         if (section := section_of(field.annotation)) is not None:
             texts[name] = inspect.getdoc(section)
-        texts |= {name: mark.description for mark in field.metadata if isinstance(mark, Unavailable | Idle)}
+        for mark in field.metadata:
+            if isinstance(mark, Unavailable | Idle):
+                texts[name] = mark.description
     for home in reversed(model.__mro__[: model.__mro__.index(Section)]):
         (body,) = ast.parse(inspect.getsource(home)).body
         for field, text in itertools.pairwise(body.body):

@@ -69,9 +69,8 @@ def shape_of(numel: float, layers: int | None = None, width: int | None = None) 
     MLPs take what attention, embedding and head leave. Raises ValueError where that is nothing, and out of bounds.
     """
     if not 1000 <= numel <= _MOST:
-        raise ValueError(
-            f"number of parameters: got {numel:g}, wanted at least 1000 and at most {_MOST:g}, such as 7e9"
-        )
+        wanted = f"at least 1000 and at most {_MOST:g}, such as 7e9"
+        raise ValueError(f"number of parameters: got {numel:g}, wanted {wanted}")
     for name, value in (("layers", layers), ("width", width)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: got {value}, wanted an integer of at least 1")

@@ -54,10 +54,8 @@ def _write(given: argparse.Namespace) -> int:
     if given.output != "-" and path.exists() and not given.force:
         raise ValueError(f"{path} is there already; give another name with --output, or --force to write over it")
     if not given.default and not sys.stdin.isatty():
-        raise ValueError(
-            "there is no terminal to ask at; pass --default for the defaults, and --set KEY=VALUE for what shall "
-            "differ from them, such as --set zero_optimization.stage=3"
-        )
+        how = "pass --default for the defaults, and --set KEY=VALUE for what shall differ from them, such as"
+        raise ValueError(f"there is no terminal to ask at; {how} --set zero_optimization.stage=3")
     if given.output != "-":
         check_writable(given.output, "--output")
     values: dict[str, Any] = {}

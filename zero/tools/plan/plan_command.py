@@ -73,10 +73,8 @@ def _ranks_per_host(given: argparse.Namespace) -> int:
 
 def _print_groups(given: argparse.Namespace) -> None:
     if not given.groups:
-        raise ValueError(
-            "nothing to print: add --params N, such as 70e9, or a model, for the memory that it takes, or --groups "
-            "for the groups of ranks along each axis"
-        )
+        wanted = "add --params N, such as 70e9, or a model, for the memory that it takes, or --groups for the groups"
+        raise ValueError(f"nothing to print: {wanted} of ranks along each axis")
     if len(given.world or []) != 1:
         raise ValueError("--world: --groups wants one number of ranks")
     grid = _grid(given)
@@ -191,17 +189,14 @@ class PlannedModel:
     """
 
     def __init__(self, given: argparse.Namespace) -> None:
-        self._given = given
-        self._sequence = given.sequence or _SEQUENCE
+        self._given, self._sequence = given, given.sequence or _SEQUENCE
         self.model: nn.Module | Shape
         if given.model is None:
             self.model, self.inputs = shape_of(given.params, given.layers, given.width), None
             return
         if ":" not in given.model and not os.path.isdir(given.model):
-            raise ValueError(
-                f"model: got {given.model!r}; wanted module:function, such as train:make_model, or a folder with a "
-                "config.json"
-            )
+            wanted = "module:function, such as train:make_model, or a folder with a config.json"
+            raise ValueError(f"model: got {given.model!r}; wanted {wanted}")
         from zero.tools.plan.source import load_model
 
         self.model, self.inputs = load_model(given.model, self._sequence)
