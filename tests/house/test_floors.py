@@ -33,8 +33,8 @@ FLOORS = {
         3: "memory",
         4: "core",
         5: "parallel examples optim data checkpoint recompute monitor compat.mpu compat.getters compat.tensor_parallel",
-        6: "sizes tiled compat.deepspeed_files compat.import_deepspeed compat.pipe compat.topology compat.ulysses",
-        7: "engine utils checkpointing",
+        6: "sizes tiled utils compat.deepspeed_files compat.import_deepspeed compat.pipe compat.topology compat.ulysses",
+        7: "engine checkpointing",
         8: "tools",
         9: "zero __main__ lightning",
         10: "as_deepspeed",
@@ -64,8 +64,8 @@ STEPS_OF_CORE = {"zero.core": 0} | {
 }
 COMPILED = ("zero._cpu", "zero._cuda")
 WITHOUT_TORCH = ("zero.__main__", *(name for name, number in FLOORS.items() if number < 2 and name != "zero.compat"))
-# Modules that import a part of zero.tools, which is above them, inside a function: when a command asks for it.
-USERS_OF_TOOLS = ("zero.__main__", "zero.engine.assignment", "zero.engine.engine")
+# Modules that import a part of zero.tools inside a function: when a command asks for it.
+USERS_OF_TOOLS = ("zero.__main__",)
 # Pure files that stand beside their feature: nothing but Python, `zero.plan` and each other.
 TORCH_FREE = (
     "zero.watchdog.hang_report",

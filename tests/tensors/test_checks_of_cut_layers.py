@@ -17,8 +17,8 @@ from sharing import needs_transformers
 from torch import nn
 
 import zero
-from zero.tools.check.checked_run import CheckedRun
-from zero.tools.check.runs import CheckRun, RunKind
+from zero.engine.check.checked_run import CheckedRun
+from zero.engine.check.runs import CheckRun, RunKind
 
 FEW = {"steps": 2, "stages": (0, 3), "accumulations": (1,)}
 

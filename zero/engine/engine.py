@@ -7,7 +7,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from zero.core.world import Axis
 from zero.data import Loader
 from zero.data.loader import make_loader
 from zero.engine.accumulation import Accumulation
+from zero.engine.check import in_process
+from zero.engine.check.compare import Report
 from zero.engine.checkpoint.load import CheckpointLoader
 from zero.engine.checkpoint.save import CheckpointSaver
 from zero.engine.compiling import BlockCompiler
@@ -40,9 +42,6 @@ from zero.monitor.monitor import Monitor
 from zero.optim.optimizer import ZeroOptimizer
 from zero.parallel.pipeline.build import Pipelined
 from zero.recompute.modules import Recomputing
-
-if TYPE_CHECKING:
-    from zero.tools.check.compare import Report
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -264,8 +263,6 @@ class Engine(DeepSpeedGetters, nn.Module):
         that can. Returns a `Report`, which is true where all is well. Raises ValueError for what cannot be run.
         """
         self._status.check()
-        from zero.tools.check import in_process
-
         report = in_process.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn, offload)
         if self._sharded.world.writes:
             print(report, flush=True)

@@ -21,15 +21,15 @@ from zero.config import Config
 from zero.config.override import apply
 from zero.core.owner import is_released
 from zero.core.world import local_device
+from zero.engine import assignment
+from zero.engine.assignment import AssignedRun, unseen, wrap
 from zero.engine.reality import meta_copy
-from zero.launch.contract import ASSIGNED
 from zero.memory.available import available_nbytes, give_back
 from zero.sizes.choice import StageChoice, own_choice
 from zero.sizes.cost import POLICIES
 from zero.sizes.estimate import PlanRow
 from zero.sizes.model_trace import inputs_of, trace
 from zero.sizes.rates import Rates
-from zero.tools.assigned_run import AssignedRun, unseen, wrap
 from zero.tools.plan.rank_rates import measure
 from zero.tools.plan.search import USABLE, Setup, candidates, choices_of
 
@@ -52,7 +52,7 @@ class Trial:
 
     def environment(self, folder: Path) -> dict[str, str]:
         """The variable that tells a script's processes of it."""
-        return {ASSIGNED: json.dumps({"trial": dataclasses.asdict(self), "folder": str(folder)})}
+        return assignment.environment(__name__, folder, **dataclasses.asdict(self))
 
 
 class TriedRun(AssignedRun):
@@ -169,6 +169,11 @@ class TriedRun(AssignedRun):
         rows = [_plain(row, setup.mirrored) for row in rows if "micro_batch" in space or row.micro_batch == size]
         name = _name(own, setup.policy, size, settings.gradient_accumulation_steps)
         return {"config": self._raw, "own": name, "rows": rows}
+
+
+def make_run(folder: Path, **values: Any) -> TriedRun:
+    """What `Trial.environment` has told this process."""
+    return TriedRun(Trial(**values), folder)
 
 
 def _within(choice: StageChoice, own: StageChoice, space: Sequence[str]) -> bool:

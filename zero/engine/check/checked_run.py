@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from zero.config import Config
 from zero.core.owner import cut_of
-from zero.launch.contract import ASSIGNED
-from zero.tools.assigned_run import AssignedRun, wrap
-from zero.tools.check.plain_engine import PlainEngine
-from zero.tools.check.recording import StepRecorder, load, save
-from zero.tools.check.runs import CheckRun, RunKind, overridden
+from zero.engine import assignment
+from zero.engine.arguments import make_scheduler
+from zero.engine.assignment import AssignedRun, Given, wrap
+from zero.engine.check.plain_engine import PlainEngine
+from zero.engine.check.recording import StepRecorder, load, save
+from zero.engine.check.runs import CheckRun, RunKind, overridden
 
 
 class CheckedRun(AssignedRun):
@@ -34,6 +35,16 @@ class CheckedRun(AssignedRun):
     def config(self, settings: Config, model: Any) -> dict[str, Any]:
         """The configuration that replaces the script's."""
         return overridden(settings, self.run)
+
+    def engine(self, make: Callable[[Given], Any], given: Given) -> Any:
+        """See `ScriptRun.engine`."""
+        return super().engine(self._plain if self.plain else make, given)
+
+    def _plain(self, given: Given) -> PlainEngine:
+        *parts, lr_scheduler, settings = given
+        engine = self.plain_engine(*parts, settings)
+        engine.lr_scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
+        return engine
 
     def plain_engine(self, model: Any, client: Any, model_parameters: Any, settings: Config) -> PlainEngine:
         """An unsharded engine of `model`; `settings` are those of the run. ValueError where the script has parts."""
@@ -65,14 +76,12 @@ class CheckedRun(AssignedRun):
         self.end("zero check")
 
 
-def checked_run(values: dict[str, Any], folder: Path) -> CheckedRun:
+def make_run(folder: Path, lead: str | None, **values: Any) -> CheckedRun:
     """What `environment` has told this process."""
-    lead = values.pop("lead")
-    run = CheckRun(**{**values, "kind": RunKind(values["kind"])})
-    return CheckedRun(run, folder, Path(lead) if lead else None)
+    return CheckedRun(CheckRun(**{**values, "kind": RunKind(values["kind"])}), folder, Path(lead) if lead else None)
 
 
 def environment(run: CheckRun, folder: Path, lead: Path | None) -> dict[str, str]:
     """The variable that tells a script's processes their run."""
-    values = {**dataclasses.asdict(run), "kind": run.kind.value, "folder": str(folder), "lead": lead and str(lead)}
-    return {ASSIGNED: json.dumps(values)}
+    values = {**dataclasses.asdict(run), "kind": run.kind.value}
+    return assignment.environment(__name__, folder, lead=lead and str(lead), **values)

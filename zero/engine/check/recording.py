@@ -16,8 +16,8 @@ from zero.core.agree import agree
 from zero.core.owner import owner_of
 from zero.core.tensors import find_loss
 from zero.core.values import full_shape, is_part, with_parts
+from zero.engine.check.plain_engine import PlainEngine, Step, Values
 from zero.engine.hashing import hash_tensor
-from zero.tools.check.plain_engine import PlainEngine, Step, Values
 from zero.utils.full import safe_get_full_fp32_param, safe_get_full_grad
 
 

@@ -17,14 +17,14 @@ from zero.config.grid_sizes import KEYS, given_sizes
 from zero.core.released import Released
 from zero.core.tensors import find_loss
 from zero.core.torch_private import parameter_of_class
+from zero.engine.check.compare import Failed, Report, compare_runs
+from zero.engine.check.plain_engine import PlainEngine
+from zero.engine.check.recording import RunRecord, StepRecorder, record_of, weights
+from zero.engine.check.runs import CheckRun, RunKind, overridden
 from zero.engine.checkpoint import random_state
 from zero.log import logger
 from zero.optim.fused import FusedShardOptimizer
 from zero.plan.grid import PARTS_OF_MODEL
-from zero.tools.check.compare import Failed, Report, compare_runs
-from zero.tools.check.plain_engine import PlainEngine
-from zero.tools.check.recording import RunRecord, StepRecorder, record_of, weights
-from zero.tools.check.runs import CheckRun, RunKind, overridden
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
