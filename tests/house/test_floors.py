@@ -33,7 +33,8 @@ FLOORS = {
         3: "memory",
         4: "core",
         5: "parallel examples optim data checkpoint recompute monitor compat.mpu compat.getters compat.tensor_parallel",
-        6: "sizes tiled utils compat.deepspeed_files compat.import_deepspeed compat.pipe compat.topology compat.ulysses",
+        6: "sizes tiled utils compat.deepspeed_files compat.import_deepspeed compat.pipe compat.topology "
+        "compat.ulysses",
         7: "engine checkpointing",
         8: "tools",
         9: "zero __main__ lightning",

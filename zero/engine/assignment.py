@@ -121,18 +121,22 @@ def unseen(raw: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"steps_per_print": float("inf"), "wall_clock_breakdown": False, "memory_breakdown": False}
 
 
-def wrap(engine: Any, name: str, before: Callable[..., Any], after: Callable[[], Any] | None = None) -> None:
-    """Have these called around a method of an engine, `before` with its arguments.
+def wrap(
+    engine: Any, name: str, before: Callable[..., Any] | None = None, stepped: Callable[[], Any] | None = None
+) -> None:
+    """Call `before`, with its arguments, ahead of a method of an engine, and `stepped` behind a step of its optimizer.
 
     On the object, in front of the method of its class: the script's loop must not see a difference.
     """
     method = getattr(engine, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        before(*args, **kwargs)
+        steps = engine.global_steps
+        if before is not None:
+            before(*args, **kwargs)
         result = method(*args, **kwargs)
-        if after is not None:
-            after()
+        if stepped is not None and engine.global_steps > steps:
+            stepped()
         return result
 
     setattr(engine, name, call)

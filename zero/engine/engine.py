@@ -31,7 +31,7 @@ from zero.engine.description import Description, describe
 from zero.engine.forward_only import acting, retire
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.pipeline import Pipeline
-from zero.engine.progress import Progress
+from zero.engine.recorder import StepRecorder
 from zero.engine.state_offload import StateOffload
 from zero.engine.status import Status
 from zero.engine.step import Forms, TrainingStep
@@ -160,9 +160,9 @@ class Engine(DeepSpeedGetters, nn.Module):
     reduce = _method_of("_metrics", Metrics.reduce)
 
     print = print_on_first
-    log = _method_of("_progress", Progress.log)
-    state_nbytes = _method_of("_progress", Progress.state_nbytes)
-    host_nbytes = _method_of("_progress", Progress.host_nbytes)
+    log = _method_of("_recorder", StepRecorder.log)
+    state_nbytes = _method_of("_recorder", StepRecorder.state_nbytes)
+    host_nbytes = _method_of("_recorder", StepRecorder.host_nbytes)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None, *, partial: bool = False) -> None:
         """End a micro-batch; at the accumulation boundary, update the model and step the scheduler.
@@ -206,7 +206,7 @@ class Engine(DeepSpeedGetters, nn.Module):
     def monitor(self) -> Monitor:
         """Where values of each step go; `write_events` writes others there, `add` adds a sink of the script's own."""
         self._status.check_not_destroyed()
-        return self._progress.monitor
+        return self._recorder.monitor
 
     @property
     def is_compiled(self) -> bool:
@@ -298,7 +298,7 @@ class Engine(DeepSpeedGetters, nn.Module):
                 self._training.forms.tensors.restore(alone)
             if optimizer is not None:
                 self._training.conclude()
-            self._progress.log_end()
+            self._recorder.end()
         finally:
             sharded.world.watchdog.close()
             self._accumulation.close()
@@ -344,8 +344,8 @@ class Engine(DeepSpeedGetters, nn.Module):
         return self._weights.updates
 
     @property
-    def _progress(self) -> Progress:
-        return self._training.progress
+    def _recorder(self) -> StepRecorder:
+        return self._training.recorder
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
         """Let `to`, `cuda`, `float` and the like pass where they would change nothing; raise RuntimeError else."""

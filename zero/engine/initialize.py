@@ -50,7 +50,7 @@ from zero.engine.arguments import (
 )
 from zero.engine.assignment import Given, ScriptRun, assigned_run
 from zero.engine.data_ranks import DataRanks, data_ranks
-from zero.engine.description import run_facts
+from zero.engine.description import log_start, run_facts
 from zero.engine.engine import Engine
 from zero.engine.feed import first_batch, parts_of
 from zero.engine.forward_only import follower, hand_over, sharer
@@ -261,7 +261,7 @@ def _make_engine(
             sharded.dissolve(world.watchdog.broken)
         world.watchdog.close()
         raise
-    engine._progress.log_start()
+    log_start(engine)
     engine.monitor.open(settings, lambda: run_facts(engine), number)
     return engine
 

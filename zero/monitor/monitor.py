@@ -18,7 +18,7 @@ from zero.config import Config
 from zero.log import logger, rank_zero
 from zero.monitor.run_folder import RunFolder, numbered
 from zero.monitor.sinks import SINKS, Sink
-from zero.monitor.step_report import Event, Line, ReportItem
+from zero.monitor.step_record import Event, Line, Record
 from zero.watchdog.rank_status import RankStatus
 
 _PATIENCE = 60.0  # seconds that the end of a run waits for sinks
@@ -76,12 +76,12 @@ class Monitor:
         if self._rank == 0:
             self.tell(Line(told=list(event_list)))
 
-    def tell(self, item: ReportItem) -> None:
+    def tell(self, item: Record) -> None:
         """Queue a report for the thread."""
         if self.enabled:
             self._writer.queue.put(item)
 
-    def hold(self, item: ReportItem | None) -> None:
+    def hold(self, item: Record | None) -> None:
         """Queue this at the end of the run, unless something else, or None, is held until then."""
         self._writer.held = item
 
@@ -104,9 +104,9 @@ class _Writer:
     """The thread, which may outlive the engine until all is written, and its state shared with `Monitor`."""
 
     def __init__(self, status: RankStatus) -> None:
-        self.queue: queue.SimpleQueue[ReportItem | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         self.sinks: dict[str, Any] = {}
-        self.held: ReportItem | None = None  # what has no step yet that it is reported with
+        self.held: Record | None = None  # what has no step yet that it is reported with
         self.thread: threading.Thread | None = None
         self._status = status
         self._said: dict[str, str] = {}
@@ -130,7 +130,7 @@ class _Writer:
             if time.monotonic() - self._flushed >= _FLUSH_EVERY:
                 self._flush()
 
-    def _phase(self) -> ReportItem:
+    def _phase(self) -> Record:
         now = self._status.record(0, 0)
         phase = {"phase": now.phase.value} | ({"waits": now.waits} if now.waits else {})
         if phase == self._said:
@@ -147,7 +147,7 @@ class _Writer:
                 logger.warning("at the end of the run: %s: %s", type(error).__name__, error)
         self.sinks.clear()
 
-    def _write(self, item: ReportItem) -> None:
+    def _write(self, item: Record) -> None:
         line, events = item.line(), item.events()
         for name, sink in list(self.sinks.items()):
             if isinstance(sink, RunFolder):

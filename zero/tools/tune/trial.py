@@ -69,7 +69,6 @@ class TriedRun(AssignedRun):
         self._raw: Mapping[str, Any] = {}
         self._before = self._peak = 0  # bytes of this process without its model at `initialize`; the most beyond them
         self._samples = 0
-        self._steps = 0  # of the engine, before the call of its step
         self._model: nn.Module | None = None
         self._rates: Rates | None = None
 
@@ -113,7 +112,7 @@ class TriedRun(AssignedRun):
         """Measure the steps of this engine, if it is the first that trains."""
         if self._engine is None and engine.optimizer is not None:
             self._engine = engine
-            wrap(engine, "step", self._before_step, self._after_step)
+            wrap(engine, "step", stepped=self._stepped)
             self._seen = engine.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -124,21 +123,17 @@ class TriedRun(AssignedRun):
         if self._trial.space is not None and self._engine.global_rank == 0:
             self._write("plan", self._plan(args, kwargs))
 
-    def _before_step(self, *args: Any, **kwargs: Any) -> None:
-        self._steps = self._engine.global_steps
-
-    def _after_step(self) -> None:
+    def _stepped(self) -> None:
         device = self._engine.device
-        if self._engine.global_steps > self._steps:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            self._ends.append(time.perf_counter())
-            if self.taken == WARMUP + self._trial.steps:
-                times = self._ends[WARMUP - 1 :]
-                found = {"seconds": [end - begin for begin, end in itertools.pairwise(times)]}
-                found |= {"memory": self._memory(device), "samples": self._samples}
-                self._write(f"rank-{self._engine.global_rank}", found)
-                self.end("zero tune")
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._ends.append(time.perf_counter())
+        if self.taken == WARMUP + self._trial.steps:
+            times = self._ends[WARMUP - 1 :]
+            found = {"seconds": [end - begin for begin, end in itertools.pairwise(times)]}
+            found |= {"memory": self._memory(device), "samples": self._samples}
+            self._write(f"rank-{self._engine.global_rank}", found)
+            self.end("zero tune")
 
     def _memory(self, device: torch.device) -> int:
         """The most bytes that this rank has taken: of the device, or of main memory beyond what it began with."""
