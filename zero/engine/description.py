@@ -33,7 +33,6 @@ from zero.plan.layout import Span
 from zero.plan.placement import Placement, Where, is_updated
 
 MIB = 2**20
-_PLACES = {Where.DEVICE: "device", Where.HOST: "host", Where.FILE: "file"}
 
 
 class Parameter(NamedTuple):
@@ -112,7 +111,7 @@ def _unit(unit: Unit, place: Placement) -> DescribedUnit:
         pieces = ((rank, plan.layout.fragment(spec.name, window)) for rank, window in windows)
         owners = {rank: Span(piece.start, piece.numel) for rank, piece in pieces if piece.numel}
         parameters.append(Parameter(spec.name, tuple(param.shape), owners, format_of(param), spec.cut))
-    params, optimizer = _PLACES[place.params], _PLACES[place.optimizer] if is_updated(plan) else "none"
+    params, optimizer = place.params.name.lower(), place.optimizer.name.lower() if is_updated(plan) else "none"
     numel = sum(spec.numel for spec in plan.params)
     return DescribedUnit(
         plan.name, plan.dtype, numel, plan.group, unit.cut, unit.state.value, params, optimizer, tuple(parameters)

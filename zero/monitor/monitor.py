@@ -97,7 +97,9 @@ class Monitor:
             return
         atexit.unregister(self._end)
         atexit.register(self._end)  # runs before the functions that the sink's library has registered
-        self._writer.start()
+        if self._writer.thread is None:
+            self._writer.thread = threading.Thread(target=self._writer.run, name="zero-monitor", daemon=True)
+            self._writer.thread.start()
 
 
 class _Writer:
@@ -112,13 +114,8 @@ class _Writer:
         self._said: dict[str, str] = {}
         self._flushed = time.monotonic()
 
-    def start(self) -> None:
-        """Start the thread, once."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._run, name="zero-monitor", daemon=True)
-            self.thread.start()
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Write what is queued, until None is."""
         while True:
             try:
                 item = self.queue.get(timeout=_QUIET)
@@ -142,7 +139,7 @@ class _Writer:
         self._flush()
         for sink in self.sinks.values():
             try:
-                getattr(sink, "close", bool)()
+                _call(sink, "close")
             except Exception as error:
                 logger.warning("at the end of the run: %s: %s", type(error).__name__, error)
         self.sinks.clear()
@@ -151,24 +148,30 @@ class _Writer:
         line, events = item.line(), item.events()
         for name, sink in list(self.sinks.items()):
             if isinstance(sink, RunFolder):
-                self._try(name, sink.write_line, line)
+                self._try(name, "write_line", line)
             elif events:
-                self._try(name, sink.write_events, events)
+                self._try(name, "write_events", events)
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
-        for name, sink in list(self.sinks.items()):
-            self._try(name, getattr(sink, "flush", bool))
+        for name in list(self.sinks):
+            self._try(name, "flush")
 
-    def _try(self, name: str, call: Callable[..., object], *what: object) -> None:
+    def _try(self, name: str, method: str, *what: object) -> None:
         try:
-            call(*what)
+            _call(self.sinks[name], method, *what)
         except Exception as error:
             sink = self.sinks.pop(name)
             text = "%s: nothing more is written there, and the run goes on: %s: %s"
             logger.warning(text, name, type(error).__name__, error)
             with contextlib.suppress(Exception):
-                getattr(sink, "close", bool)()
+                _call(sink, "close")
+
+
+def _call(sink: Any, method: str, *what: object) -> None:
+    """Call a method of a sink, if it has that; it needs but `write_events`."""
+    if (found := getattr(sink, method, None)) is not None:
+        found(*what)
 
 
 def _end(writer: _Writer) -> None:
