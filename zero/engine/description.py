@@ -114,7 +114,7 @@ def _unit(unit: Unit, place: Placement) -> DescribedUnit:
     params, optimizer = place.params.name.lower(), place.optimizer.name.lower() if is_updated(plan) else "none"
     numel = sum(spec.numel for spec in plan.params)
     return DescribedUnit(
-        plan.name, plan.dtype, numel, plan.group, unit.cut, unit.state.value, params, optimizer, tuple(parameters)
+        plan.name, plan.dtype, numel, plan.group, unit.resharded, unit.state.value, params, optimizer, tuple(parameters)
     )
 
 

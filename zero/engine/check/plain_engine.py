@@ -25,7 +25,7 @@ from zero.compat.bitsandbytes import format_of
 from zero.compat.getters import DeepSpeedGetters
 from zero.config import Config
 from zero.config.optimizers import ARGUMENTS, LambParams, MuonParams, torch_reason
-from zero.core.micro_batches import weighted
+from zero.core.micro_batches import Weighing, weighted
 from zero.core.mixed_precision import DTYPES
 from zero.core.world import local_device
 from zero.data import Loader
@@ -35,7 +35,6 @@ from zero.engine.check.places import Places
 from zero.engine.check.runs import RunKind
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.status import Status
-from zero.engine.weighing import Weighing
 from zero.optim.make import torch_arguments
 from zero.optim.muon_groups import muon_groups, rules_line
 
