@@ -91,10 +91,10 @@ def test_a_gpu_without_its_kernels_is_shown_as_such(facts: Facts) -> None:
 def test_the_measurement_compares_the_step_with_memory(facts: Facts) -> None:
     assert any(f"{facts['cpu']['picked']} in use" in line for line in lines(facts, None))
     speed = measure(seconds=0.0, numel=1 << 16)
-    assert (speed.numel, speed.threads, speed.rounds) == (1 << 16, torch.get_num_threads(), 3)
-    fastest = max(speed.copy, speed.update)
-    assert speed.mixed_share == pytest.approx(100 * speed.mixed / fastest)
-    assert speed.fp32_share == pytest.approx(100 * speed.fp32 / fastest)
+    assert [speed[name] for name in ("numel", "threads", "rounds")] == [1 << 16, torch.get_num_threads(), 3]
+    fastest = max(speed["copy"], speed["update"])
+    assert speed["mixed_share"] == pytest.approx(100 * speed["mixed"] / fastest)
+    assert speed["fp32_share"] == pytest.approx(100 * speed["fp32"] / fastest)
     text = "\n".join(lines(facts, speed))
     assert "26 B/parameter" in text and "28 B/parameter" in text and "not measured" not in text
 

@@ -79,6 +79,8 @@ class StepRecorder:
         self._ended: float | None = None  # the last step, or the first forward began; time.perf_counter()
         self._looked = -math.inf  # when the last record with memory was made
         self._sent = 0  # bytes until the last record
+        self._position = math.inf  # of the scheduler, behind the last step
+        self._moves = 0  # how often it has moved on between two steps
 
     def state_nbytes(self) -> StateBytes:
         """Bytes of model state alive on this rank's device now: parameters, gradients, optimizer (masters included).
@@ -204,6 +206,18 @@ class StepRecorder:
             self._printer.end(**self.phases.take())
         self.monitor.close()
 
+    def step_scheduler(self, scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
+        """Step it, and warn where the script does so, too: the second time, as one may be to go on somewhere else."""
+        self._moves += _position(scheduler) > self._position
+        if self._moves > 1:
+            log_once(
+                logging.WARNING,
+                "scheduler.step() beside engine.step(), which steps the scheduler itself: the schedule moves on twice "
+                "per step; remove the call, or set engine.lr_scheduler to None behind initialize()",
+            )
+        scheduler.step(**lr_kwargs)
+        self._position = _position(scheduler)
+
     @property
     def _listens(self) -> bool:
         """Whether anybody reads records."""
@@ -265,26 +279,6 @@ class StepRecorder:
                 f"{ranks_text(same)} were fed the same first batch, so they compute the same and not more; give each "
                 "rank its part: initialize(training_data=...), engine.deepspeed_io(...), or torch's DistributedSampler",
             )
-
-
-class SchedulerSteps:
-    """Steps the learning rate scheduler of an engine."""
-
-    def __init__(self) -> None:
-        self._position = math.inf  # of the scheduler, behind the last step
-        self._moves = 0  # how often it has moved on between two steps
-
-    def step(self, scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
-        """Step it, and warn where the script does so, too: the second time, as one may be to go on somewhere else."""
-        self._moves += _position(scheduler) > self._position
-        if self._moves > 1:
-            log_once(
-                logging.WARNING,
-                "scheduler.step() beside engine.step(), which steps the scheduler itself: the schedule moves on twice "
-                "per step; remove the call, or set engine.lr_scheduler to None behind initialize()",
-            )
-        scheduler.step(**lr_kwargs)
-        self._position = _position(scheduler)
 
 
 def _position(scheduler: Any) -> float:

@@ -45,7 +45,7 @@ from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.profiles import Profiles, asked
 from zero.engine.randomness import Randomness
 from zero.engine.reality import Reality
-from zero.engine.recorder import SchedulerSteps, StepRecorder, mean_loss
+from zero.engine.recorder import StepRecorder, mean_loss
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
 from zero.log import logger, rank_zero
@@ -103,7 +103,6 @@ class TrainingStep:
         self._accumulation = accumulation
         self._saving = saving
         self._status = status
-        self._schedule = SchedulerSteps()
         sharded.reducer.on_flush.append(recomputing.backward_ended)
         if forms.sharing is not None:
             sharded.reducer.on_flush.append(forms.sharing.ended)
@@ -380,7 +379,7 @@ class TrainingStep:
         status.skipped_steps += skipped
         self.recorder.conclude(record, reports)
         if scheduler is not None and not skipped:
-            self._schedule.step(scheduler, lr_kwargs)
+            self.recorder.step_scheduler(scheduler, lr_kwargs)
 
     def abandon(self) -> None:
         """Drop the gradients of this step after an exception, which must not be hidden by another."""

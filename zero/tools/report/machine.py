@@ -1,6 +1,6 @@
 """`zero report`: what is installed, what runs here, and how fast; for a bug report, or to see whether all is well.
 
-The facts, as `--json` prints them with "speed" (see `Speed`); None for what is not there:
+The facts, as `--json` prints them with "speed" (see `measure`); None for what is not there:
     versions  zero, python and torch; cuda and nccl, which torch was built with; gloo, whether it was
     machine   system, architecture, name, memory_nbytes; cores that this process may use, threads that torch uses;
               instructions of the CPU
@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import platform
 import re
-from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
@@ -27,8 +26,9 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from zero.kernels import cuda, native
+from zero.log import counted
 from zero.memory.available import cores
-from zero.tools.report.speed import Speed, measure
+from zero.tools.report.speed import measure
 
 # What a reader may ask for, in the names of torch.cpu.get_capabilities().
 _INSTRUCTIONS = (
@@ -46,13 +46,13 @@ def run(measured: bool, as_json: bool) -> int:
     # Without compiled kernels there is nothing to measure but torch.
     speed = measure() if measured and facts["cpu"]["picked"] is not None else None
     if as_json:
-        print(json.dumps({**facts, "speed": None if speed is None else asdict(speed)}, indent=2))
+        print(json.dumps({**facts, "speed": speed}, indent=2))
     else:
         print("\n".join(lines(facts, speed)))
     return 1 if facts["problems"] else 0
 
 
-def lines(facts: Facts, speed: Speed | None) -> list[str]:
+def lines(facts: Facts, speed: Facts | None) -> list[str]:
     """The report as text, one fact per line, what is wrong at the end."""
     versions, machine, gpus = facts["versions"], facts["machine"], facts["gpus"]
     cpu, archs = facts["cpu"], facts["cuda"]["compiled"]
@@ -96,11 +96,13 @@ def _extra_rows(extras: list[Facts]) -> list[tuple[str, str]]:
     return [(f"extra {name}", ", ".join(texts)) for name, texts in rows.items()]
 
 
-def _speed_rows(speed: Speed) -> list[tuple[str, str]]:
-    threads = f"{speed.threads} thread{'' if speed.threads == 1 else 's'}"
-    memory = f"{speed.update:.1f} GB/s updating, {speed.copy:.1f} copying, by torch in fp32 ({threads})"
-    mixed = f"{speed.mixed:.1f} GB/s, {speed.mixed_share:.0f} % of the faster (bf16, fp32 moments: 26 B/parameter)"
-    fp32 = f"{speed.fp32:.1f} GB/s, {speed.fp32_share:.0f} % (28 B/parameter)"
+def _speed_rows(speed: Facts) -> list[tuple[str, str]]:
+    threads = counted(speed["threads"], "thread")
+    memory = f"{speed['update']:.1f} GB/s updating, {speed['copy']:.1f} copying, by torch in fp32 ({threads})"
+    mixed = (
+        f"{speed['mixed']:.1f} GB/s, {speed['mixed_share']:.0f} % of the faster (bf16, fp32 moments: 26 B/parameter)"
+    )
+    fp32 = f"{speed['fp32']:.1f} GB/s, {speed['fp32_share']:.0f} % (28 B/parameter)"
     return [("memory", memory), ("Adam, mixed", mixed), ("Adam, fp32", fp32)]
 
 
