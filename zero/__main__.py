@@ -162,9 +162,9 @@ def _check(args: argparse.Namespace) -> int:
         request = script_args.check_request(args)
         request.check()
         _check_config(request.config)
-        from zero.tools.check import script
+        from zero.tools import check
 
-        return script.run(request)
+        return check.run(request)
     except ValueError as error:
         return _refuse("check", error)
 

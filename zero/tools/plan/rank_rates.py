@@ -96,7 +96,7 @@ def measure(dtype: str, width: int = 512, model: Build | None = None) -> dict[st
     device = local_device()
     # The fused step's are medians over two seconds in `zero report`; here the matter is what ranks take of each other.
     found = speed.measure(2 * _SECONDS, 1 << 23)
-    step, copied = (found.fp32 if dtype == "fp32" else found.mixed) * 1e9, found.copy * 1e9
+    step, copied = found["fp32" if dtype == "fp32" else "mixed"] * 1e9, found["copy"] * 1e9
     flops: dict[str, float] = {}
     for name in dict.fromkeys(("fp32", dtype)):
         module, turn = one_pass(name, width, device, model)
