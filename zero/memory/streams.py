@@ -107,8 +107,8 @@ class Streams(NamedTuple):
     down: SideStream
 
     @classmethod
-    def on(cls, device: torch.device) -> Streams:
-        """New streams of `device`, next to the one that computes."""
+    def create(cls, device: torch.device) -> Streams:
+        """New streams, beside the stream that computes on `device`."""
         return cls(*(SideStream(device) for _ in cls._fields))
 
 
