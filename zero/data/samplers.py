@@ -99,10 +99,7 @@ class RankBatchSampler(Sampler):
 
 
 class SeededDataset(Dataset):
-    """A dataset whose samples draw, in a worker, the random numbers of their batch's seed.
-
-    A worker's own random numbers would depend on its earlier reads, and so on where the pass was resumed.
-    """
+    """A dataset whose samples draw, in a worker, the random numbers of their batch's seed, wherever a pass resumed."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset

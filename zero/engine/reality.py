@@ -166,10 +166,7 @@ class Reality:
 
 
 class _Forward:
-    """What the next forward of the module keeps for its backward, as long as nothing of it is compiled.
-
-    kept: bytes of the tensors that it has made and that live at its end.
-    """
+    """What the next forward keeps for its backward, if nothing of it is compiled; kept: bytes alive at its end."""
 
     def __init__(self, module: nn.Module, device: str) -> None:
         self.kept = 0

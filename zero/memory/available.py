@@ -124,10 +124,7 @@ class Freed:
 
 
 def give_back() -> None:
-    """Make the C library return unused memory to the system; other C libraries do it by themselves.
-
-    Otherwise the memory in which a model was built would stay with the process, beside the arena it moved to.
-    """
+    """Make the C library return unused memory, such as a model was built in, to the system; others do so themselves."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -80,10 +80,7 @@ def saved_buffers(module: nn.Module | None) -> list[SavedBuffer]:
 
 
 def changed(buffers: list[SavedBuffer]) -> list[SavedBuffer]:
-    """The buffers that were written or replaced since, and all others of the same owner.
-
-    All others, because batch norm's writes of its statistics cannot be detected; only its count of batches shows them.
-    """
+    """The buffers that were written or replaced since, and all of their owners': batch norm's writes do not show."""
     owners = {
         each.owner
         for each in buffers

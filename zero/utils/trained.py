@@ -64,7 +64,15 @@ class TrainedParam(NamedTuple):
         problem = self.key_error(what, key)
         if problem is not None:
             return problem
-        return _number_error(what, key, value) if self.is_number(key) else self.value_error(what, value, shape)
+        if not self.is_number(key):
+            return self.value_error(what, value, shape)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return ValueError(f"{what}: got {type(value).__name__} for {key!r}; wanted a number")
+        if key == "step" and (value < 0 or value != int(value)):
+            return ValueError(f"{what}: got {value} for 'step'; wanted a whole number of at least 0")
+        return None
 
     def value_error(self, what: str, value: Any, shape: tuple[int, ...]) -> ValueError | None:
         """The error for a value that is not a tensor of numbers of this shape, or None."""
@@ -91,14 +99,3 @@ def require_trained(param: torch.Tensor, what: str) -> TrainedParam:
         name = f"'{owner.name}' (frozen)" if owner is not None else f"of shape {tuple(param.shape)}"
         raise ValueError(f"{what}: parameter {name} is trained by no engine, so there is nothing to set")
     return trained
-
-
-def _number_error(what: str, key: str, value: Any) -> ValueError | None:
-    """The error for a value that is no number, or for a step that is not a whole one from 0 on."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return ValueError(f"{what}: got {type(value).__name__} for {key!r}; wanted a number")
-    if key == "step" and (value < 0 or value != int(value)):
-        return ValueError(f"{what}: got {value} for 'step'; wanted a whole number of at least 0")
-    return None

@@ -173,10 +173,7 @@ class CutModel:
         self._forwards, self._changed = [], []
 
     def widen(self, memo: Mapping[int, Any]) -> None:
-        """Give a copy of the model, whose parameters are whole, the attributes that it had before it was cut.
-
-        memo: of `copy.deepcopy`, which found something else in place of this record.
-        """
+        """Give a copy of the model, whose parameters are whole, the attributes of before; memo: of `copy.deepcopy`."""
         memo[id(self._model)].__dict__.pop(RECORD, None)
         for module, name, value in reversed(self._changed):
             setattr(memo[id(module)], name, value)
