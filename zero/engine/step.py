@@ -41,7 +41,6 @@ from zero.core.sharded_module import ShardedModule
 from zero.engine.accumulation import Accumulation
 from zero.engine.alarm import Alarms
 from zero.engine.checkpoint.save import CheckpointSaver
-from zero.engine.graphs import graphed
 from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.profiles import Profiles, asked
 from zero.engine.progress import Ended, Progress
@@ -100,7 +99,7 @@ class TrainingStep:
             self.profiles = Profiles(config, sharded, optimizer, device, self.progress)
         planned = config.zero.plan and optimizer is not None
         self.reality = Reality(config, sharded, optimizer) if planned else None
-        self.model = graphed(sharded) if config.graph_harvesting else sharded.module
+        self.model = sharded.module
         self._sharded = sharded
         self._weighing = Weighing(config)
         self._optimizer = optimizer
