@@ -107,7 +107,7 @@ def shared(query: torch.Tensor, key: torch.Tensor) -> tuple[str, Sequence] | Non
 
 
 def _in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As torch's own operator under autocast."""
+    """The tensors in the dtype of autocast, where it is enabled, as torch's own operator takes them."""
     kind = tensors[0].device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors

@@ -20,7 +20,7 @@ def loss_in(output: Any) -> torch.Tensor | None:
 
 
 def count_in(output: Any) -> float | None:
-    """What a loss counts, of a model that returned (loss, count); None where it said nothing."""
+    """The count of a model that returned (loss, count); None where it returned something else."""
     if not isinstance(output, tuple) or len(output) != 2 or isinstance(output[1], bool):
         return None
     count = output[1]

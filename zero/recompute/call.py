@@ -46,7 +46,7 @@ def _is_cache(value: Any) -> bool:
 
 
 def _length(cache: Any, module: nn.Module | None) -> int:
-    """How many positions the cache holds for this module's layer."""
+    """The number of positions that the cache holds for this module's layer."""
     inside = () if module is None else module.modules()
     layer = next((each.layer_idx for each in inside if isinstance(getattr(each, "layer_idx", None), int)), 0)
     try:

@@ -29,7 +29,7 @@ _FP16_SCALE = 2.0**15
 
 
 class Settings(NamedTuple):
-    """How losses of tokens become one number; see `tiled_cross_entropy`."""
+    """Options of `tiled_cross_entropy`, by which losses of tokens become one number."""
 
     tile_size: int
     ignore_index: int

@@ -1,4 +1,4 @@
-"""From a parameter to the optimizer that updates it, and whether a key or a value fits."""
+"""A trained parameter with its optimizer, and whether a key or a value fits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrainedParam(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, also where this rank's is a part of it."""
+        """The shape of the whole parameter, also where this rank has a part of it."""
         return full_shape(self.owner)
 
     def is_number(self, key: str) -> bool:
@@ -92,7 +92,7 @@ def trained_param(param: torch.Tensor) -> TrainedParam | None:
 
 
 def require_trained(param: torch.Tensor, what: str) -> TrainedParam:
-    """As `trained_param`, but raises ValueError for None, on all ranks as they know the same of it."""
+    """The trained parameter; raises ValueError, on all ranks alike, where it is not trained."""
     trained = trained_param(param)
     if trained is None:
         owner = owner_of(param)
