@@ -217,7 +217,7 @@ class Replicas:
 
 
 def _hashes(inside: Sequence[Fragment], held: Span, tensor: torch.Tensor) -> torch.Tensor:
-    """Hashes of the fragments among the elements that are held, int64 [n]; one for all where there are fewer numbers."""
+    """Hashes of the fragments among the elements held, int64 [n]; one for all where there are fewer numbers."""
     if tensor.numel() != held.numel:
         return hash_tensor(tensor)[None]
     return hash_spans(tensor.view(-1), [Span(piece.at, piece.numel) for piece in inside])
