@@ -1,4 +1,4 @@
-// The arguments of a step as Python gives them, for both modules. Addresses come as integers, everything was checked by
+// The arguments of kernels as Python gives them, for both modules. Addresses come as integers, everything was checked by
 // zero/kernels/*.py; what is checked here again is only what would send a kernel into the wrong type.
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <string>
 #include <tuple>
 #include <variant>
+#include <vector>
 
 #include "shard.h"
 
@@ -77,6 +78,24 @@ inline Shard shard_of(const AnyShardArguments& arguments) {
   Shard shard = shard_of(plain);
   shard.marks = pointer<uint8_t>(marks);
   return shard;
+}
+
+// Packing: (address, dtype, numel, offset) of each tensor.
+using SpanArguments = std::vector<std::tuple<uintptr_t, int, int64_t, int64_t>>;
+
+inline std::vector<Span> spans_of(const SpanArguments& arguments) {
+  std::vector<Span> spans;
+  spans.reserve(arguments.size());
+  for (const auto& [tensor, dtype, numel, offset] : arguments) {
+    need_dtype(dtype);
+    spans.push_back(Span{pointer<void>(tensor), dtype, numel, offset});
+  }
+  return spans;
+}
+
+inline EncodeJob encode_job_of(uintptr_t values, int dtype, uintptr_t message, uintptr_t error, int64_t part) {
+  need_dtype(dtype);
+  return EncodeJob{pointer<void>(values), dtype, pointer<uint8_t>(message), pointer<uint8_t>(error), part};
 }
 
 }  // namespace zero

@@ -13,7 +13,7 @@ namespace zero {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 // Elements of a thread, side by side. fp32: 4, so that each access of a warp covers whole sectors of all its arrays.
 // 16-bit and 8-bit states: 8, which makes 16 bytes of a 16-bit array, and a block of 256 elements the work of a warp.
@@ -22,7 +22,7 @@ inline constexpr int kRun = format == kStateF32 ? 4 : 8;
 
 // Blocks of threads that a processor is to hold at least; it bounds the registers, and nothing spills.
 template <int format>
-inline constexpr int kResident = format == kStateF32 ? 4 : 3;
+inline constexpr int kResident = format == kStateF32 ? 8 : format == kStateBF16 ? 6 : 5;
 
 template <int format>
 inline constexpr int kStateSize = format == kStateF32 ? 4 : format == kStateBF16 ? 2 : 1;
@@ -151,16 +151,6 @@ __device__ __forceinline__ void store_master(const StepJob& job, const Wide<form
   mark<2, n>(job, before.param, upper, i, count);
 }
 
-// Over the lanes of a warp.
-__device__ __forceinline__ uint32_t largest_of_warp(uint32_t x) {
-#pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    const uint32_t other = __shfl_xor_sync(kAllLanes, x, distance);
-    x = other > x ? other : x;
-  }
-  return x;
-}
-
 // State number `s` of a run. All lanes of a warp come here together: in 8 bit they share a block and its scale.
 template <int format, bool has_sign, int s, int n>
 __device__ __forceinline__ void store_state(const StepJob& job, const Scalar (&x)[n], const ScalarBits (&random)[n],
@@ -174,7 +164,7 @@ __device__ __forceinline__ void store_state(const StepJob& job, const Scalar (&x
       const uint32_t own = magnitude(bits_of(x[k])).x;
       if (k < count && own > largest) largest = own;
     }
-    const uint32_t exponent = block_exponent(largest_of_warp(largest));
+    const uint32_t exponent = block_exponent(largest_of<kWarp>(largest));
 #pragma unroll
     for (int k = 0; k < n; ++k) {
       put_word<1>(w, k, encode_8bit<has_sign>(x[k], exponent, random_half<s>(random[k])).x);

@@ -1,6 +1,5 @@
-// Moving numbers between tensors and flat buffers: cast with a factor, and the sum of rows in row order, also of rows in
-// 8 bits, which are made here, too.
-// Compiled once per instruction set.
+// Moving numbers between tensors and flat buffers: cast with a factor, and the sum of rows in row order. Compiled once
+// per instruction set.
 #include "cpu_kernels.h"
 #include "vec.h"
 
@@ -63,46 +62,7 @@ void sum_run(const SumRowsJob& shared, int64_t i, int64_t end) {
   for (; i < end; ++i) sum_at<Scalar, 1, T>(job, i);
 }
 
-// Elements of a record, from `u` vectors on.
-ZERO_INLINE Vector decoded(const uint8_t* record, int u) {
-  return wire_value<Vector>(Vector::Bits::load(record + u * Vector::width), wire_scale_of(record));
-}
-
-template <class T>
-void sum_records(const SumRowsJob& shared, int64_t begin, int64_t end) {
-  const SumRowsJob job = shared;  // as above
-  constexpr int parts = kWireBlock / Vector::width;
-  for (int64_t b = begin / kWireBlock; b < end / kWireBlock; ++b) {
-    const int64_t begins = b * kWireRecord;
-    Vector sum[parts];
-    for (int u = 0; u < parts; ++u) sum[u] = decoded(static_cast<const uint8_t*>(job.rows[0]) + begins, u);
-    for (int64_t r = 1; r < job.count; ++r) {
-      const uint8_t* record = static_cast<const uint8_t*>(job.rows[r]) + begins;
-      for (int u = 0; u < parts; ++u) sum[u] = sum[u] + decoded(record, u);
-    }
-    T* out = static_cast<T*>(job.out) + b * kWireBlock;
-    for (int u = 0; u < parts; ++u, out += Vector::width) {
-      (job.accumulate ? Vector::load(out) + sum[u] : sum[u]).store(out);
-    }
-  }
-}
-
 }  // namespace
-
-void encode(const float* values, uint8_t* message, int64_t begin, int64_t end) {
-  for (int64_t b = begin / kWireBlock; b < end / kWireBlock; ++b) {
-    const float* x = values + b * kWireBlock;
-    uint8_t* record = message + b * kWireRecord;
-    Vector::Bits largest = Vector::Bits::all(0);
-    for (int i = 0; i < kWireBlock; i += Vector::width) {
-      largest = max_signed(largest, magnitude(bits_of(Vector::load(x + i))));
-    }
-    const uint32_t scale = wire_scale<Scalar>(Scalar::Bits::all(largest.largest())).x;
-    for (int i = 0; i < kWireBlock; i += Vector::width) wire_code(Vector::load(x + i), scale).store(record + i);
-    record[kWireBlock] = static_cast<uint8_t>(scale);
-    record[kWireBlock + 1] = static_cast<uint8_t>(scale >> 8);
-  }
-}
 
 void convert(const void* src, int src_dtype, void* dst, int dst_dtype, int64_t numel, float scale, bool add) {
   if (!add && src_dtype == dst_dtype && scale == 1.0f) {
@@ -120,9 +80,6 @@ void sum_rows(const SumRowsJob& job, int64_t begin, int64_t end) {
   switch (job.dtype) {
     case kBF16: return sum_run<BF16>(job, begin, end);
     case kF16: return sum_run<F16>(job, begin, end);
-    case kRecordsTo + kF32: return sum_records<float>(job, begin, end);
-    case kRecordsTo + kBF16: return sum_records<BF16>(job, begin, end);
-    case kRecordsTo + kF16: return sum_records<F16>(job, begin, end);
     default: return sum_run<float>(job, begin, end);
   }
 }
