@@ -16,7 +16,7 @@ from torch import nn
 
 from zero.core import comm
 from zero.core.owner import Owner, owner_of
-from zero.core.state import State
+from zero.core.param_buffer import State
 from zero.core.values import is_part
 
 # What the modifier's rank tells the others of each parameter.

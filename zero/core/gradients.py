@@ -324,3 +324,6 @@ def nbytes_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Bytes of the storages of these tensors, each once, by address."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+# Reading order, 6 of 9; next: zero/core/reducer.py, gradients as they land, and the order of reductions.

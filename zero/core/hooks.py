@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Sequence
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +15,13 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core.leaf import z3_leaf_module
 from zero.core.prefetcher import Call, ParamPrefetcher, in_backward
-from zero.core.tensors import tensors_in
 from zero.core.torch_private import hook_first, pre_hooks, view_base
 from zero.core.unit import Unit
 from zero.log import rank_zero
+
+# Objects within objects that are looked into: a mixture of independent distributions of a family is four.
+_DEPTH = 4
+_NOT_LOOKED_INTO = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
 class FrozenUnits:
@@ -202,6 +207,32 @@ def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], 
     return warn
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor inside nested tuples, lists, sets, mappings, dataclasses (so also a `ModelOutput`), other objects.
+
+    An object, such as a distribution or a cache of keys and values, is looked into for its attributes; modules are not.
+    """
+    return _tensors_in(value, _DEPTH, set())
+
+
+def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item, depth, seen)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from _tensors_in(item, depth, seen)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # it may have slots
+        for field in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, field.name, None), depth, seen)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, _NOT_LOOKED_INTO) and id(value) not in seen:
+        seen.add(id(value))
+        for item in list(vars(value).values()):
+            yield from _tensors_in(item, depth - 1, seen)
+
+
 def _forward_hooks(
     units: Sequence[Unit],
     frozen: FrozenUnits | None,
@@ -258,4 +289,4 @@ def _forward_hooks(
     return before, after, method
 
 
-# Reading order, 4 of 7; next: zero/core/reducer.py, gradients as they land, and the order of reductions.
+# Reading order, 5 of 9; next: zero/core/gradients.py, how the gradient of a unit is collected, sent and summed.

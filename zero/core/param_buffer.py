@@ -7,15 +7,15 @@ reaches them. While it is freed the parameters look released (zero/core/released
 
 from __future__ import annotations
 
+import enum
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from zero.compat.bitsandbytes import Int8
 from zero.core.released import Released, absent, released_class
-from zero.core.state import TRANSITIONS, State
 from zero.core.torch_private import (
     set_versions,
     storage_references,
@@ -23,6 +23,50 @@ from zero.core.torch_private import (
     without_torch_function,
 )
 from zero.plan.units import UnitPlan
+
+
+class State(enum.Enum):
+    """What is in memory of a unit's parameters.
+
+    SHARDED:   the own shard; the parameters look released.
+    REQUESTED: the same. A gather was asked for while an update of the shard runs, and begins when that has ended:
+               other ranks may have begun theirs, and wait for this one.
+    GATHERING: the shard, and a full buffer that is being filled.
+    FULL:      the shard and a valid full buffer. Parameters may be read.
+    CONCEALED: the same, but the parameters look released, so that a read is noticed.
+    STALE:     where parameters are not cut: a full buffer that the optimizer has outdated, but for the own shard.
+    AWAY:      nothing. The values are kept elsewhere, and the storages have size 0.
+    """
+
+    SHARDED = "sharded"
+    REQUESTED = "requested"
+    GATHERING = "gathering"
+    FULL = "full"
+    CONCEALED = "concealed"
+    STALE = "stale"
+    AWAY = "away"
+
+
+# (state, verb): the next state
+TRANSITIONS: Mapping[tuple[State, str], State] = {
+    (State.SHARDED, "request"): State.REQUESTED,
+    (State.SHARDED, "gather"): State.GATHERING,
+    (State.SHARDED, "offload"): State.AWAY,
+    (State.REQUESTED, "gather"): State.GATHERING,
+    (State.GATHERING, "wait"): State.FULL,
+    (State.SHARDED, "complete"): State.FULL,
+    (State.REQUESTED, "complete"): State.FULL,
+    (State.GATHERING, "complete"): State.FULL,
+    (State.STALE, "complete"): State.FULL,
+    (State.FULL, "conceal"): State.CONCEALED,
+    (State.FULL, "release"): State.SHARDED,
+    (State.FULL, "invalidate"): State.STALE,
+    (State.FULL, "offload"): State.AWAY,
+    (State.CONCEALED, "reveal"): State.FULL,
+    (State.STALE, "gather"): State.GATHERING,
+    (State.AWAY, "reload"): State.SHARDED,
+    (State.AWAY, "show"): State.FULL,
+}
 
 
 class ParamBuffer:
@@ -239,3 +283,6 @@ def resizable(storage: torch.UntypedStorage) -> bool:
 def _same_place(param: torch.Tensor, view: torch.Tensor) -> bool:
     same = param.shape == view.shape and param.dtype == view.dtype and param.device == view.device
     return same and param.data_ptr() == view.data_ptr() and param.stride() == view.stride()
+
+
+# Reading order, 2 of 9; next: zero/core/unit.py, gather, wait, release, and the order in which the parts of a unit act.

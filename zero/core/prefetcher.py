@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from zero.core.owner import owner_of
+from zero.core.param_buffer import State
 from zero.core.released import Released
-from zero.core.state import State
 from zero.core.torch_private import backward_task, storage_id
 from zero.core.unit import Unit
 from zero.plan.order import START, Limits, Position, advance, fetched_ahead, read_ahead, to_come, used_again
@@ -398,3 +398,6 @@ class ParamPrefetcher:
         if use.depth == 0 and not self._builds_graph:
             use.over()
             use.unit.release(keep_if_referenced)
+
+
+# Reading order, 4 of 9; next: zero/core/hooks.py, what follows a forward and a backward through the module.

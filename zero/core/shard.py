@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from zero.core.master import Master
-from zero.core.param_buffer import ParamBuffer
-from zero.core.state import State
+from zero.core.param_buffer import ParamBuffer, State
 from zero.kernels.marks import Changes
 from zero.memory.pending_update import PendingUpdate
 from zero.memory.state_placement import StatePlacement

@@ -15,8 +15,8 @@ from zero.core import comm
 from zero.core.agree import agree
 from zero.core.master import rounded
 from zero.core.owner import Owner
+from zero.core.param_buffer import State
 from zero.core.prefetcher import in_backward
-from zero.core.state import State
 from zero.plan.cut import Box, places
 from zero.plan.layout import Fragment
 

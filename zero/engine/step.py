@@ -431,4 +431,4 @@ def _knows_synced_gpus(module: nn.Module, generate: Callable[..., Any]) -> bool:
     return any("synced_gpus" in inspect.signature(method).parameters for method in methods if callable(method))
 
 
-# Reading order, 7 of 7; the first is zero/plan/layout.py.
+# Reading order, 9 of 9; the first is zero/plan/layout.py.

@@ -446,4 +446,4 @@ def _refusal(ours: weakref.ref[ZeroOptimizer]) -> Callable[..., None]:
     return refuse
 
 
-# Reading order, 6 of 7; next: zero/engine/step.py, the order of events of a step.
+# Reading order, 8 of 9; next: zero/engine/step.py, the order of events of a step.

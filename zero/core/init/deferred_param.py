@@ -16,11 +16,10 @@ from zero.core import comm
 from zero.core.initial_values import share_beside, share_equal
 from zero.core.mesh import Mesh
 from zero.core.owner import Owner, axes_of, cut_of, placed_as
-from zero.core.param_buffer import ParamBuffer
+from zero.core.param_buffer import ParamBuffer, State
 from zero.core.released import Placeholder, Released, absent
-from zero.core.sharded_params import ShardedParams
-from zero.core.state import State
 from zero.core.torch_private import parameter_of_class, tensors_of_storage
+from zero.core.unit import ShardedParams
 from zero.core.world import local_device
 from zero.memory.state_placement import StatePlacement
 from zero.plan.grid import UnitAxes
