@@ -68,7 +68,7 @@ COMMON_SOURCES = [
 # One compilation per format of the states lets ninja run them side by side; they are the most work.
 CUDA_OBJECTS = [
     *(("cuda_step.cu", f"cuda_step{code}.o", [f"-DZERO_STATE_FORMAT={code}"]) for code in (2, 1, 0)),
-    *((f"cuda_{name}.cu", f"cuda_{name}.o", []) for name in ("norm", "pack", "rows", "wire", "dispatch", "host")),
+    *((f"cuda_{name}.cu", f"cuda_{name}.o", []) for name in ("norm", "pack", "rows", "wire", "host")),
 ]
 # -fmad=false is to nvcc what -ffp-contract=off is to a C++ compiler. The next three are what it does anyway; they stand
 # here since the results depend on them.

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "bind_aio.h"
-#include "bind_step.h"
+#include "bind_arguments.h"
 #include "cpu_kernels.h"
 
 namespace py = pybind11;
@@ -131,7 +131,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, py::arg("name"),
         "Choose an instruction set for the whole process ('auto': the strongest). For tests.");
   // Positional only: keyword arguments would cost a dictionary look-up each, on a path that runs every step.
-  m.def("step", &step_of, "(formula, step, grad_scale, shard, threads); the tuples: csrc/bind_step.h");
+  m.def("step", &step_of, "(formula, step, grad_scale, shard, threads); the tuples: csrc/bind_arguments.h");
   m.def("sum_squares", &sum_squares_of, "(x, dtype, numel, threads) -> float");
   m.def("pack", &pack_of, "([(tensor, dtype, numel, offset)], flat, flat_dtype, scale, add, threads)");
   m.def("sum_rows", &sum_rows_of, "(rows, dtype, out, numel, accumulate, blocks of a part or 0, threads)");

@@ -6,7 +6,7 @@
 
 #include <stdexcept>
 
-#include "bind_step.h"
+#include "bind_arguments.h"
 #include "cuda_kernels.cuh"
 
 #ifndef ZERO_CUDA_ARCHS
@@ -60,8 +60,8 @@ void pack_of(const SpanArguments& arguments, uintptr_t flat, int flat_dtype, dou
   need_dtype(flat_dtype);
   const std::vector<Span> spans = spans_of(arguments);
   py::gil_scoped_release nogil;
-  pack(spans.data(), static_cast<int64_t>(spans.size()), pointer<void>(flat), flat_dtype, static_cast<float>(scale), add,
-       where(device, stream));
+  pack(spans.data(), static_cast<int64_t>(spans.size()), pointer<void>(flat), flat_dtype, static_cast<float>(scale),
+       add, where(device, stream));
 }
 
 void probe_of(int threads, int device, uintptr_t stream) {
@@ -90,13 +90,12 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("NORM_BLOCK") = zero::kNormBlock;
   // Positional only: keyword arguments would cost a dictionary look-up each, on a path that runs every step.
   m.def("step", &step_of,
-        "(formula, step, grad_scale, its address or 0, shard, device, stream); the tuples: csrc/bind_step.h");
+        "(formula, step, grad_scale, its address or 0, shard, device, stream); the tuples: csrc/bind_arguments.h");
   m.def("sum_squares", &sum_squares_of, "(x, dtype, numel, scratch, out, accumulate, device, stream)");
   m.def("pack", &pack_of, "([(tensor, dtype, numel, offset)], flat, flat_dtype, scale, add, device, stream)");
   m.def("sum_rows", &sum_rows_of,
         "(first, stride, rows, dtype, out, numel, accumulate, blocks of a part or 0, device, stream)");
-  m.def("encode", &encode_of,
-        "(values, dtype, numel, message, error or 0, blocks of a part, device, stream)");
+  m.def("encode", &encode_of, "(values, dtype, numel, message, error or 0, blocks of a part, device, stream)");
   m.def("probe", &probe_of, "(threads, device, stream)");
   m.def("host_register", &host_register_of, "(address, nbytes, device)");
   m.def("host_unregister", &host_unregister_of, "(address, device)");

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "norm_math.h"
-#include "shard.h"
+#include "jobs.h"
 
 namespace zero {
 

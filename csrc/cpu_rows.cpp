@@ -23,21 +23,6 @@ void convert_run(const void* from, void* to, int64_t numel, float scale) {
   }
 }
 
-template <bool add, class Src>
-void convert_to(const void* src, void* dst, int dst_dtype, int64_t numel, float scale) {
-  switch (dst_dtype) {
-    case kBF16: return convert_run<add, Src, BF16>(src, dst, numel, scale);
-    case kF16: return convert_run<add, Src, F16>(src, dst, numel, scale);
-    default: return convert_run<add, Src, float>(src, dst, numel, scale);
-  }
-}
-
-template <class Src>
-void convert_from(const void* src, void* dst, int dst_dtype, int64_t numel, float scale, bool add) {
-  add ? convert_to<true, Src>(src, dst, dst_dtype, numel, scale)
-      : convert_to<false, Src>(src, dst, dst_dtype, numel, scale);
-}
-
 // `unroll` vectors side by side, so that one row pointer is read for all of them and their additions overlap.
 template <class V, int unroll, class T>
 ZERO_INLINE void sum_at(const SumRowsJob& job, int64_t i) {
@@ -69,19 +54,17 @@ void convert(const void* src, int src_dtype, void* dst, int dst_dtype, int64_t n
     __builtin_memcpy(dst, src, static_cast<uint64_t>(numel * dtype_size(src_dtype)));
     return;
   }
-  switch (src_dtype) {
-    case kBF16: return convert_from<BF16>(src, dst, dst_dtype, numel, scale, add);
-    case kF16: return convert_from<F16>(src, dst, dst_dtype, numel, scale, add);
-    default: return convert_from<float>(src, dst, dst_dtype, numel, scale, add);
-  }
+  with_type(src_dtype, [&](auto from) {
+    with_type(dst_dtype, [&](auto to) {
+      const auto run = add ? convert_run<true, decltype(from), decltype(to)>
+                           : convert_run<false, decltype(from), decltype(to)>;
+      run(src, dst, numel, scale);
+    });
+  });
 }
 
 void sum_rows(const SumRowsJob& job, int64_t begin, int64_t end) {
-  switch (job.dtype) {
-    case kBF16: return sum_run<BF16>(job, begin, end);
-    case kF16: return sum_run<F16>(job, begin, end);
-    default: return sum_run<float>(job, begin, end);
-  }
+  with_type(job.dtype, [&](auto row) { sum_run<decltype(row)>(job, begin, end); });
 }
 
 }  // namespace ZERO_ISA

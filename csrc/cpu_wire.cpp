@@ -1,5 +1,5 @@
-// Rows in 8 bits (format_math.h): made of values and of the error of those before, and added in row order. Compiled once
-// per instruction set.
+// Rows in 8 bits (format_math.h): made of values and of the error of those before, and added in row order.
+// Compiled once per instruction set.
 #include "cpu_kernels.h"
 #include "vec.h"
 
@@ -63,19 +63,11 @@ void encode_of(const EncodeJob& shared, int64_t begin, int64_t end) {
 }  // namespace
 
 void sum_messages(const SumRowsJob& job, int64_t begin, int64_t end) {
-  switch (job.dtype) {
-    case kBF16: return sum_to<BF16>(job, begin, end);
-    case kF16: return sum_to<F16>(job, begin, end);
-    default: return sum_to<float>(job, begin, end);
-  }
+  with_type(job.dtype, [&](auto out) { sum_to<decltype(out)>(job, begin, end); });
 }
 
 void encode(const EncodeJob& job, int64_t begin, int64_t end) {
-  switch (job.dtype) {
-    case kBF16: return encode_of<BF16>(job, begin, end);
-    case kF16: return encode_of<F16>(job, begin, end);
-    default: return encode_of<float>(job, begin, end);
-  }
+  with_type(job.dtype, [&](auto value) { encode_of<decltype(value)>(job, begin, end); });
 }
 
 }  // namespace ZERO_ISA

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "norm_math.h"
-#include "shard.h"
+#include "jobs.h"
 
 namespace zero {
 namespace cuda {
@@ -29,6 +29,10 @@ struct StepJob : Shard {
 };
 
 void step(const StepJob& job, Where where);
+
+// The same for one format of the states (cuda_step.cu, which is compiled once for each).
+template <int format>
+void step_in(const StepJob& job, const Where& where);
 
 // out[0] = (accumulate ? out[0] : 0) + the sum of squares, added as norm_math.h says. `scratch` holds one fp64 number
 // per block.

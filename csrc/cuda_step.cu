@@ -7,7 +7,6 @@
 #include <type_traits>
 
 #include "cuda_common.cuh"
-#include "cuda_step.cuh"
 
 namespace zero {
 namespace cuda {
@@ -239,9 +238,8 @@ void run(const char* name, const StepJob& job, const Where& where) {
 
 }  // namespace
 
-template <>
-void step_in<ZERO_STATE_FORMAT>(const StepJob& job, const Where& where) {
-  constexpr int format = ZERO_STATE_FORMAT;
+template <int format>
+void step_in(const StepJob& job, const Where& where) {
   switch (job.formula) {
     case kLion: return run<Lion, format>("step (Lion)", job, where);
     case kMomentum: return run<Momentum, format>("step (SGD with momentum)", job, where);
@@ -252,6 +250,8 @@ void step_in<ZERO_STATE_FORMAT>(const StepJob& job, const Where& where) {
     default: return run<Adam, format>("step (Adam)", job, where);
   }
 }
+
+template void step_in<ZERO_STATE_FORMAT>(const StepJob& job, const Where& where);
 
 }  // namespace cuda
 }  // namespace zero

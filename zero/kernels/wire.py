@@ -3,8 +3,8 @@
 A block has codes, int8, and a scale, bf16, the largest of its elements over 127. Code times scale is exact in fp32, so
 every device decodes the same bits. A block with an element that is not finite reads as inf and NaN.
 
-The codes of 8 blocks stand one after the other in a message, their 8 scales behind them; fewer blocks only at the end of
-a part. A message is of one part, or of equal parts where it goes to several ranks or comes from them.
+The codes of 8 blocks stand one after the other in a message, their 8 scales behind them; fewer blocks only at the end
+of a part. A message is of one part, or of equal parts where it goes to several ranks or comes from them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// The arguments of kernels as Python gives them, for both modules. Addresses come as integers, everything was checked by
-// zero/kernels/*.py; what is checked here again is only what would send a kernel into the wrong type.
+// The arguments of kernels as Python gives them, for both modules. Addresses come as integers, everything was checked
+// by zero/kernels/*.py; what is checked here again is only what would send a kernel into the wrong type.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include <variant>
 #include <vector>
 
-#include "shard.h"
+#include "jobs.h"
 
 namespace zero {
 
@@ -35,13 +35,9 @@ inline void need_dtype(int code, bool none_allowed = false) {
   throw std::invalid_argument("dtype code " + std::to_string(code) + "; wanted 0 (fp32), 1 (bf16) or 2 (fp16)");
 }
 
-inline void need_formula(int formula) {
-  if (formula < 0 || formula >= kFormulas) throw std::invalid_argument("unknown formula " + std::to_string(formula));
-}
-
 inline Hyper hyper_of(const FormulaArguments& arguments) {
   const auto& [formula, lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, flags] = arguments;
-  need_formula(formula);
+  if (formula < 0 || formula >= kFormulas) throw std::invalid_argument("unknown formula " + std::to_string(formula));
   return Hyper{lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, flags};
 }
 
