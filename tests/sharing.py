@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+from marks import needs
 from models import config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -18,9 +17,7 @@ from zero.utils import safe_get_full_grad
 
 ROWS, LENGTH, VOCABULARY = 2, 30, 64
 DOCUMENTS = (13, 2, 15)
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (it needs Python 3.11)"
-)
+needs_transformers = needs("transformers")
 
 
 def build(kind: str, **more: Any) -> Any:

@@ -7,7 +7,6 @@ object that they return, and they generate text between steps while their parame
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import os
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from marks import longer
+from marks import longer, needs
 from models import config
 from oracle import Training, backward, near
 from scenario import Model, Record, differences, scenario
@@ -23,9 +22,7 @@ from scenario import Model, Record, differences, scenario
 import zero
 from zero import log
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (it needs Python 3.11)"
-)
+pytestmark = needs("transformers")
 
 STEPS = 6
 VOCABULARY = 64

@@ -21,6 +21,8 @@ from torch import nn
 import zero
 from zero.utils import safe_get_full_fp32_param
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def theirs(kind: str) -> Any:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
@@ -52,7 +54,6 @@ def raised(engine: Any, given: dict[str, torch.Tensor]) -> str:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 def test_what_is_taken_from_other_positions_is_named(mode: str) -> None:
     """A share of masked tokens that scales a row, neighbours in an embedding, a loss of routers."""
@@ -73,7 +74,6 @@ def test_what_is_taken_from_other_positions_is_named(mode: str) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_a_loss_function_that_shifts_by_itself_is_named() -> None:
     def shifting(logits: Any, labels: Any, vocab_size: int, **more: Any) -> Any:
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -127,7 +127,6 @@ def tokens_of(length: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, *longer(1, 2), 3])
 def test_nothing_is_changed_by_it(stage: int) -> None:
     """Neither the model nor random numbers, nor the losses, the micro-batches and the order of what is gathered."""
@@ -162,7 +161,6 @@ def test_nothing_is_changed_by_it(stage: int) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 def test_marks_are_found_wherever_they_begin(mode: str) -> None:
     """Behind a long prompt, nowhere yet, and with one row; a loss that is right passes; so does one that is wanted."""
@@ -209,7 +207,6 @@ def test_ranks_without_a_micro_batch_follow(stage: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 @pytest.mark.parametrize(
     "section",

@@ -34,6 +34,7 @@ from torch import nn
 import zero
 from zero.utils import cut_sequence, safe_get_full_grad
 
+pytestmark = pytest.mark.ranks(2)
 BLOCKS = {"llama": "LlamaDecoderLayer", "gpt2": "GPT2Block", "qwen": "Qwen2DecoderLayer", "bert": "BertLayer"}
 MORE: list[dict[str, Any]] = [
     {},
@@ -56,7 +57,6 @@ def several(kind: str, cp: int) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "kind", ["llama", "bert", *(pytest.param(each, marks=pytest.mark.long) for each in ("gpt2", "qwen"))]
 )
@@ -74,7 +74,6 @@ def test_four_ranks_train_as_one_process(kind: str, cp: int) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 def test_trl_6843_packed_documents_do_not_see_each_other(mode: str) -> None:
     """The loss of a pack is that of its documents one by one."""
@@ -96,7 +95,6 @@ def test_trl_6843_packed_documents_do_not_see_each_other(mode: str) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_veomni_1086_gradients_are_summed_over_the_pieces_too() -> None:
     """There the ranks of one sequence kept gradients of their own piece: weights drift apart, and no loss tells."""
     engine, *_ = zero.initialize(model=build("llama"), config=settings(0, 2, "ulysses"))
@@ -111,7 +109,6 @@ def test_veomni_1086_gradients_are_summed_over_the_pieces_too() -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_deepspeed_7672_key_heads_that_are_fewer_than_the_ranks_have_the_gradients_of_one_process() -> None:
     """There a single key head that ranks share got a part of its gradient."""
     check("qwen", 2, "ulysses", 3, "plain", {})
@@ -126,7 +123,6 @@ class Wrapped(nn.Module):
         return self.lines(tokens, targets, position_ids)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 def test_models_of_the_user_s_own(mode: str) -> None:
     """Attention by our function, in place of torch's, in a function that is recomputed, in a block that is."""
@@ -159,7 +155,6 @@ def test_models_of_the_user_s_own(mode: str) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_checkpoints_interchange_with_whole_sequences(tmp_path: Path) -> None:
     """Saved where ranks share sequences, loaded where none do, and back: the same losses and norms follow."""
 
@@ -188,7 +183,6 @@ def test_checkpoints_interchange_with_whole_sequences(tmp_path: Path) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 def test_activations_are_those_of_the_piece(mode: str) -> None:
     """Bytes that autograd keeps, but for parameters: half of them on each of two ranks, within 2 %.
@@ -251,7 +245,6 @@ def test_beside_other_ways_to_share(section: dict[str, Any]) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_the_mean_over_tokens_counts_a_shared_sequence_once() -> None:
     """Micro-batches of different counts, on two ranks that share each, beside the sum over tokens in one process."""
     made = settings(2, 2, "ring") | {"train_batch_size": 2 * ROWS, "gradient_accumulation_steps": 2}
@@ -271,7 +264,6 @@ def test_the_mean_over_tokens_counts_a_shared_sequence_once() -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_the_engine_s_own_check_compares_with_whole_sequences() -> None:
     engine, *_ = zero.initialize(model=build("llama"), config=settings(1, 2, "ulysses"))
     assert engine.check(inputs(0, "packed"), steps=2, stages=(0, 3), accumulations=(1,))
@@ -280,7 +272,6 @@ def test_the_engine_s_own_check_compares_with_whole_sequences() -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_a_model_generates_whole_sequences_and_is_given_back_as_it_was() -> None:
     model = build("llama")
     prompt = torch.arange(6)[None]
@@ -297,7 +288,6 @@ def test_a_model_generates_whole_sequences_and_is_given_back_as_it_was() -> None
 
 @needs_transformers
 @pytest.mark.long
-@pytest.mark.ranks(2)
 def test_compiled_blocks_attend_by_the_documents_of_each_forward() -> None:
     model = build("llama")
     wanted = [model(**inputs(number, form)).loss.item() for number, form in ((0, "plain"), (1, "packed"), (2, "plain"))]
@@ -312,7 +302,6 @@ def test_compiled_blocks_attend_by_the_documents_of_each_forward() -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_recomputed_attention_of_two_forwards_with_different_documents_is_named() -> None:
     made = settings(1, 2, "ring") | {"zero": {"context": {"mode": "ring"}, "recompute": {"modules": ["*layers.*"]}}}
     engine, *_ = zero.initialize(model=build("llama"), config=made)
@@ -325,7 +314,6 @@ def test_recomputed_attention_of_two_forwards_with_different_documents_is_named(
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("mode", "stage", "in_backward"),
     [("ring", 0, False), ("ulysses", 0, True), *longer(("ring", 3, True), ("ulysses", 3, False))],

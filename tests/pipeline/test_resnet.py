@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import longer
+from marks import longer, needs
 from pipelines import Found, compare, json_of, state_of
 from resnet import pictures, small
 from torch import nn
@@ -122,6 +121,6 @@ def test_both_pieces_in_one_process_do_so_too(pool: Any, rows):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
+@needs("torchvision")
 def test_that_of_torchvision_does_so_too(pool: Any):
     check(pool, "1f1b", 1, 24 + SPLIT, large, 1)

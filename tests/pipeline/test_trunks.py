@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from adapters import with_lora
 from closeness import allowed, error, twice
-from marks import longer
+from marks import longer, needs
 from pipelines import Found, compare, json_of, state_of
 from sharing import needs_transformers
 
@@ -22,7 +21,7 @@ import zero
 from zero.utils import safe_get_full_fp32_param
 
 pytestmark = needs_transformers
-needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+needs_peft = needs("peft")
 WORDS, ROWS, MICRO_BATCHES, STEPS = 40, 4, 3, 2
 KINDS = {  # class, configuration class, more of the configuration
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),

@@ -15,12 +15,13 @@ from ranks import said_by
 
 import zero
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def weights() -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in Integers().named_parameters()}
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_fails_behind_the_cut_leaves_no_part_undone(stage: int) -> None:
     module: Any = importlib.import_module("zero.engine.initialize")
@@ -41,7 +42,6 @@ def test_what_fails_behind_the_cut_leaves_no_part_undone(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_engine_that_was_dropped(stage: int) -> None:
     model = Integers()
@@ -59,7 +59,6 @@ def test_an_engine_that_was_dropped(stage: int) -> None:
     assert model.blocks[0].mlp.up_proj.weight.shape == Integers().blocks[0].mlp.up_proj.weight.shape
 
 
-@pytest.mark.ranks(2)
 def test_the_whole_model_trains_on_over_other_ranks() -> None:
     model = Integers()
     for tp in (2, 1, 2):
@@ -69,7 +68,6 @@ def test_the_whole_model_trains_on_over_other_ranks() -> None:
     assert all(torch.equal(param, weights()[name]) for name, param in model.named_parameters())
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_copies_and_state_dicts_of_parts(stage: int) -> None:
     """Each would look like the model's own, with a part of some weights."""

@@ -15,6 +15,7 @@ from torch import nn
 
 import zero
 
+pytestmark = pytest.mark.ranks(2)
 ROWS, WIDTH = 64, 32
 
 
@@ -70,7 +71,6 @@ def masks(tp: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 def test_masks_of_ranks_that_share_layers() -> None:
     masks(2)
 
@@ -93,7 +93,6 @@ class Between(nn.Module):
         return x + self.mlp(x) * self.seen
 
 
-@pytest.mark.ranks(2)
 def test_masks_between_layers_where_each_rank_has_a_part_of_the_sequence() -> None:
     """Each rank has other tokens, and drops in other places; inside of the parts that are cut they drop alike."""
     torch.manual_seed(0)
@@ -135,7 +134,6 @@ def same(name: str, sequences: bool, **drops: float) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_recomputed_blocks_drop_the_same_places() -> None:
     same("gpt2", False, resid_pdrop=0.2, attn_pdrop=0.2)
 
