@@ -5,7 +5,6 @@ A short part of the first batch runs whole and on pieces, and nothing of the mod
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from contextlib import nullcontext
@@ -15,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from sharing import ROWS, VOCABULARY, Lines, build, inputs, needs_transformers, settings
+from sharing import ROWS, SIZES, VOCABULARY, Lines, build, inputs, needs_transformers, settings
 from torch import nn
+from transformer_models import NO_DROPOUT, tiny
 
 import zero
 from zero.utils import safe_get_full_fp32_param
@@ -25,21 +25,14 @@ pytestmark = pytest.mark.ranks(2)
 
 
 def theirs(kind: str) -> Any:
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-    import transformers as hf
-
-    torch.manual_seed(5)
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 66, "pad_token_id": 0}
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": 66, "pad_token_id": 0}
     if kind == "esm":
         more = {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 3}
-        return hf.EsmForMaskedLM(hf.EsmConfig(**sizes, **none, **more))
+        return tiny("EsmForMaskedLM", **sizes, **NO_DROPOUT, **more)
     if kind == "mobilebert":
         more = {"embedding_size": 16, "trigram_input": True, "intra_bottleneck_size": 32, "true_hidden_size": 32}
-        return hf.MobileBertForMaskedLM(hf.MobileBertConfig(**sizes, **none, **more))
-    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **more))
+        return tiny("MobileBertForMaskedLM", **sizes, **NO_DROPOUT, **more)
+    return tiny("MixtralForCausalLM", **sizes, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=4)
 
 
 def raised(engine: Any, given: dict[str, torch.Tensor]) -> str:

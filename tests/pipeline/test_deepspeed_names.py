@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pipelines import CLASSES, ROWS, WIDTH, Found, batches, compare, json_of, pipelined, state_of
+from pipelines import CLASSES, ROWS, WIDTH, Found, batches, compare, json_of, pipelined
+from states import state_of
 from torch import nn
 
 import zero

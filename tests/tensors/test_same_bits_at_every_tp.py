@@ -5,7 +5,6 @@ Nor, with `"zero": {"reduce": "tree"}`, on how many have samples of their own: l
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import said_by
 from sharing import needs_transformers
+from transformer_models import tiny
 
 import zero
 from zero.core.world import world_of_one
@@ -25,22 +25,22 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, 
 LLAMA = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 4, "max_position_embeddings": 64}
 
 
+BERT = SIZES | {"num_hidden_layers": 2, "max_position_embeddings": 64, "attention_probs_dropout_prob": 0}
+GPT2 = {"n_layer": 2, "n_embd": 64, "n_head": 8, "n_positions": 64, "vocab_size": VOCABULARY, "attn_pdrop": 0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "bert": ("BertForMaskedLM", BERT),
+    "tied": ("Qwen2ForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", LLAMA),
+    "mixtral": ("MixtralForCausalLM", LLAMA),
+}
+
+
 def build(kind: str, **more: Any) -> Any:
     """Two layers, whose widths are multiples of a vector at every tp."""
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-    import transformers as hf
-
-    torch.manual_seed(3)
-    if kind == "gpt2":
-        own = {"n_layer": 2, "n_embd": 64, "n_head": 8, "n_positions": 64, "vocab_size": VOCABULARY, "attn_pdrop": 0}
-        return hf.GPT2LMHeadModel(hf.GPT2Config(**own | more))
-    if kind == "bert":
-        own = {"num_hidden_layers": 2, "max_position_embeddings": 64, "attention_probs_dropout_prob": 0}
-        return hf.BertForMaskedLM(hf.BertConfig(**SIZES | own | more))
-    if kind == "tied":
-        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**LLAMA | {"tie_word_embeddings": True} | more))
-    name = {"qwen3": "Qwen3", "mixtral": "Mixtral"}.get(kind, "Llama")
-    return getattr(hf, f"{name}ForCausalLM")(getattr(hf, f"{name}Config")(**LLAMA | more))
+    name, own = MODELS[kind]
+    return tiny(name, 3, **own | more)
 
 
 def settings(tp: int, dp: int, precision: str = "fp32", stage: int = 1, **section: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ranks import said_by
 from sharing import needs_transformers
 from torch import nn
 from torch.nn import functional as F
+from transformer_models import NO_DROPOUT, tiny
 
 import zero
 from zero.core.mesh import Mesh, Meshes
@@ -251,12 +252,8 @@ def test_a_model_of_transformers_with_a_tiled_loss() -> None:
 
 def phi() -> Any:
     """Its head has a bias."""
-    import transformers
-
     sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0}
-    torch.manual_seed(0)
-    return transformers.PhiForCausalLM(transformers.PhiConfig(num_attention_heads=4, **sizes, **off))
+    return tiny("PhiForCausalLM", 0, **sizes, **NO_DROPOUT, num_attention_heads=4, attention_dropout=0.0)
 
 
 def llama() -> Any:
