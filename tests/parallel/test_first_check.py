@@ -47,7 +47,7 @@ def raised(engine: Any, given: dict[str, torch.Tensor]) -> str:
 
 
 @needs_transformers
-@pytest.mark.parametrize("mode", ["ring", "ulysses"])
+@pytest.mark.parametrize("mode", ["ring", *longer("ulysses")])
 def test_what_is_taken_from_other_positions_is_named(mode: str) -> None:
     """A share of masked tokens that scales a row, neighbours in an embedding, a loss of routers."""
     given = inputs(0, "plain")
@@ -154,7 +154,7 @@ def test_nothing_is_changed_by_it(stage: int) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("mode", ["ring", "ulysses"])
+@pytest.mark.parametrize("mode", ["ulysses", *longer("ring")])
 def test_marks_are_found_wherever_they_begin(mode: str) -> None:
     """Behind a long prompt, nowhere yet, and with one row; a loss that is right passes; so does one that is wanted."""
     for rows, first in [(ROWS, 500), (ROWS, 0), (1, 0), (1, 570)]:
@@ -200,7 +200,7 @@ def test_ranks_without_a_micro_batch_follow(stage: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("mode", ["ring", "ulysses"])
+@pytest.mark.parametrize("mode", ["ring", *longer("ulysses")])
 @pytest.mark.parametrize(
     "section",
     [{"bf16": {"enabled": True}}, *longer({"fp16": {"enabled": True}}, {"torch_autocast": {"enabled": True}})],

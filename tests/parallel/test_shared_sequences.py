@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,20 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
-def several(kind: str, cp: int) -> None:
-    """Every mode on every stage, with each form and each setting beside them in turn."""
+@needs_transformers
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "world", "cp", "stages"),
+    [
+        ("llama", 2, 2, (0, 3)),
+        ("bert", 2, 2, (1, 2)),
+        *longer(*((kind, world, cp, range(4)) for kind in BLOCKS for world, cp in ((2, 2), (4, 2), (4, 4)))),
+    ],
+)
+def test_ranks_train_as_one_process(kind: str, world: int, cp: int, stages: Sequence[int]) -> None:
+    """Every mode on each stage, with each form and each setting beside them in turn."""
     settings_in_turn, forms = itertools.cycle(MORE), itertools.cycle(["plain", "packed", "padded"])
-    for stage, mode in itertools.product(range(4), ("ring", "ulysses")):
+    for stage, mode in itertools.product(stages, ("ring", "ulysses")):
         more = next(settings_in_turn)
         more = {key: value for key, value in more.items() if stage or key != "zero_optimization"}
         given = copy.deepcopy(more)
@@ -54,23 +65,6 @@ def several(kind: str, cp: int) -> None:
             given["zero"] = {"context": {"mode": mode}, "recompute": {"modules": [BLOCKS[kind]]}}
         check(kind, cp, mode, stage, next(forms), given)
         next(forms) if stage % 2 else None
-
-
-@needs_transformers
-@pytest.mark.parametrize(
-    "kind", ["llama", "bert", *(pytest.param(each, marks=pytest.mark.long) for each in ("gpt2", "qwen"))]
-)
-def test_two_ranks_train_as_one_process(kind: str) -> None:
-    several(kind, 2)
-
-
-@needs_transformers
-@pytest.mark.long
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen", "bert"])
-def test_four_ranks_train_as_one_process(kind: str, cp: int) -> None:
-    several(kind, cp)
 
 
 @needs_transformers
@@ -316,7 +310,7 @@ def test_recomputed_attention_of_two_forwards_with_different_documents_is_named(
 @needs_transformers
 @pytest.mark.parametrize(
     ("mode", "stage", "in_backward"),
-    [("ring", 0, False), ("ulysses", 0, True), *longer(("ring", 3, True), ("ulysses", 3, False))],
+    [("ulysses", 0, True), *longer(("ring", 0, False), ("ring", 3, True), ("ulysses", 3, False))],
 )
 def test_a_rank_that_raises_in_attention_and_goes_on_is_named(mode: str, stage: int, in_backward: bool) -> None:
     model, bad = build("llama"), [1][dist.get_rank() :]

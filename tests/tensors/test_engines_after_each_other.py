@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cut_models import Integers, full, integers, json_of
+from marks import longer
 from ranks import said_by
 
 import zero
@@ -22,7 +23,7 @@ def weights() -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in Integers().named_parameters()}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, *longer(0)])
 def test_what_fails_behind_the_cut_leaves_no_part_undone(stage: int) -> None:
     module: Any = importlib.import_module("zero.engine.initialize")
     model, plain = Integers(), module._wrap
@@ -42,7 +43,7 @@ def test_what_fails_behind_the_cut_leaves_no_part_undone(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, *longer(0)])
 def test_an_engine_that_was_dropped(stage: int) -> None:
     model = Integers()
     engine, *_ = zero.initialize(model=model, config=json_of(2, stage))
@@ -68,7 +69,7 @@ def test_the_whole_model_trains_on_over_other_ranks() -> None:
     assert all(torch.equal(param, weights()[name]) for name, param in model.named_parameters())
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, *longer(0)])
 def test_copies_and_state_dicts_of_parts(stage: int) -> None:
     """Each would look like the model's own, with a part of some weights."""
     engine, *_ = zero.initialize(model=Integers(), config=json_of(2, stage))
