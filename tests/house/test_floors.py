@@ -44,14 +44,14 @@ FLOORS = {
 STEPS_OF_CORE = {"zero.core": 0} | {
     f"zero.core.{name}": number
     for number, names in {
-        0: "torch_private state",
+        0: "torch_private",
         1: "world tensors tree leaf kinds micro_batches replaced_forward",
         2: "comm mesh released",
         3: "agree accumulator master param_buffer owner",
         4: "reduction shard initial_values unit_table",
         5: "gradients gathering refusals",
-        6: "mixed_precision sharded_params",
-        7: "unit init init.deferred_param",
+        6: "mixed_precision unit",
+        7: "init init.deferred_param",
         8: "offload conversion finite",
         9: "ratio prefetcher init.builder",
         10: "streaming reducer",

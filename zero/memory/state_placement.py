@@ -12,7 +12,7 @@ import torch
 from zero.memory.host_gradients import HostGradAccumulator
 from zero.memory.store import Store
 from zero.memory.streams import Streams
-from zero.watchdog.events import Events
+from zero.watchdog.watchdog import Events
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StatePlacement:
 
     update_device: torch.device
     shard_device: torch.device
-    streams: Streams = field(default_factory=lambda: Streams.beside(torch.device("cpu")))
+    streams: Streams = field(default_factory=lambda: Streams.create(torch.device("cpu")))
     shard_offloaded: bool = False
     shard_copied: bool = False
     state_store: Store = field(default_factory=Store)

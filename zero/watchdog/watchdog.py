@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,76 @@ import torch.distributed as dist
 
 from zero.errors import Parted
 from zero.watchdog.device_waits import DeviceWaits
-from zero.watchdog.events import Events
 from zero.watchdog.hang_detector import EXPLAINS, OUTLIVES, HangDetector
 from zero.watchdog.hang_report import Phase, clipped
 from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waiting
 from zero.watchdog.status_store import StatusStore
+from zero.watchdog.store_barrier import StoreBarrier
 
+Stamp = Any  # a time: a float of time.perf_counter(), or an event of a GPU's stream
+Span = Callable[[str, str], AbstractContextManager[Any]]  # (verb, unit) -> around the work
+Waited = Callable[[Any, Stamp, Stamp, Stamp], None]  # a Collective, its begin, and one wait for it: begin, end
+_NOTHING = contextlib.nullcontext()
+_KEPT = 1000  # begins of collectives to keep: never more are in flight
 DIRECTIONS = ("gather", "reduce", "replica gather")
+
+
+class Events:
+    """The events of one engine on this rank. Subscribers are called on the thread that does the work.
+
+    Spans are of work on a unit (gather, release, reduce, sum, update, copy, write, "wait read", "wait update") or of a
+    call of the engine (the name of its phase, and no unit).
+
+    clock: returns the current time, of the device that waits end on.
+    """
+
+    def __init__(self) -> None:
+        self.clock: Callable[[], Stamp] = time.perf_counter
+        self._spans: tuple[Span, ...] = ()
+        self._waits: tuple[Waited, ...] = ()
+        self._begun: dict[int, Stamp] = {}  # by number of the collective, while waits have subscribers
+
+    def subscribe(self, span: Span | None = None, waited: Waited | None = None) -> Callable[[], None]:
+        """Subscribe to spans, waits, or both; returns a function that ends the subscription."""
+        self._spans += () if span is None else (span,)
+        self._waits += () if waited is None else (waited,)
+
+        def end() -> None:
+            self._spans = tuple(each for each in self._spans if each is not span)
+            self._waits = tuple(each for each in self._waits if each is not waited)
+
+        return end
+
+    def span(self, verb: str, unit: str = "") -> AbstractContextManager[Any]:
+        """Around work on a unit, or a call of the engine."""
+        return self._each(verb, unit) if self._spans else _NOTHING
+
+    def began(self, number: int) -> None:
+        """Record the begin of a collective."""
+        if self._waits:
+            self._begun[number] = self.clock()
+
+    @contextlib.contextmanager
+    def waiting(self, collective: Any) -> Iterator[None]:
+        """Around a wait for a collective."""
+        if not self._waits:
+            yield
+            return
+        start = self.clock()
+        yield
+        begun, end = self._begun.get(collective.number, start), self.clock()
+        for told in self._waits:
+            told(collective, begun, start, end)
+        if len(self._begun) > 2 * _KEPT:  # another thread may add one meanwhile
+            for number in sorted(self._begun)[:_KEPT]:
+                self._begun.pop(number, None)
+
+    @contextlib.contextmanager
+    def _each(self, verb: str, unit: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for span in self._spans:
+                stack.enter_context(span(verb, unit))
+            yield
 
 
 class Watchdog:
@@ -36,7 +100,7 @@ class Watchdog:
     events: those of the engine, for subscribers;
     units: names by index, from which message tags are made;
     order: texts of the collectives begun since the last check, or None if the order is not checked;
-    store: the reports between ranks, None if nothing is sent.
+    barrier: of the ranks' saves.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -45,7 +109,8 @@ class Watchdog:
         self.units: Sequence[str] = ()
         self.order: list[str] | None = None
         self._counting = threading.Lock()
-        self.store: StatusStore | None = None
+        self.barrier = StoreBarrier(self.status)
+        self._store: StatusStore | None = None
         self._detector: HangDetector | None = None
         self._device: DeviceWaits | None = None
         self._close: weakref.finalize | None = None
@@ -60,12 +125,13 @@ class Watchdog:
         """
         self._device = device
         groups = self._groups = [weakref.ref(group)]
-        self.store = StatusStore(self.status, ranks)
-        self._detector = HangDetector(self.status, self.store, groups, timeout, self._device)
-        for thread in (self.store, self._detector):
+        self.barrier = StoreBarrier(self.status, ranks, timeout)
+        self._store = StatusStore(self.status, self.barrier)
+        self._detector = HangDetector(self.status, self._store, groups, timeout, self._device)
+        for thread in (self._store, self._detector):
             thread.start()
         # The threads hold `status` but not this object, so that they end with a collected engine.
-        parts = (os.getpid(), self.status, self.store, self._detector)
+        parts = (os.getpid(), self.status, self._store, self._detector)
         at_exit = partial(_end, *parts, Phase.ENDED)
         atexit.register(at_exit)
         self._close = weakref.finalize(self, _forget, at_exit, groups, *parts)
@@ -78,7 +144,7 @@ class Watchdog:
     @property
     def number(self) -> int:
         """This engine's number among those of its ranks, the same on all of them; 0 if nothing is sent."""
-        return 0 if self.store is None else self.store.number
+        return self.barrier.number
 
     def began(self, tag: int, sent: int, ranks: tuple[int, ...]) -> Collective:
         """Record the begin of the collective with a message's tag: three per unit, one for each direction."""
@@ -105,8 +171,11 @@ class Watchdog:
             status.sent += sent
             begun = status.begun
             begun.attends |= attends
-            fresh = Collective(direction, unit, status.number, sent, ranks, 0, needs, begun.attempt * attends)
-            status.last = collective = fresh._replace(turn=begun.count(fresh))
+            attempt = begun.attempt * attends
+            turns = begun.turns.setdefault((direction, unit), {})
+            turns[ranks, attempt] = turn = turns.get((ranks, attempt), 0) + bool(ranks)
+            collective = Collective(direction, unit, status.number, sent, ranks, turn, needs, attempt)
+            status.last = collective
         if self.order is not None:
             self.order.append(collective.text)
         self.events.began(collective.number)
@@ -144,10 +213,6 @@ class Watchdog:
             yield
         except RuntimeError as error:
             raise self.explained(Waiting(collective, time.monotonic()), error) from error
-
-    def at_rest(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, none of our threads queries the device, which would end the capture of a CUDA graph."""
-        return contextlib.nullcontext() if self._device is None else self._device.looking
 
     @contextlib.contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
@@ -205,8 +270,8 @@ class Watchdog:
         return Parted(f"rank {status.rank} could not end the {waiting.collective}: {line}")
 
     def _tell(self) -> None:
-        if self.store is not None:
-            self.store.poke()
+        if self._store is not None:
+            self._store.poke()
 
 
 def _end(pid: int, status: RankStatus, store: StatusStore, detector: HangDetector, phase: Phase) -> None:
@@ -222,9 +287,9 @@ def _end(pid: int, status: RankStatus, store: StatusStore, detector: HangDetecto
     store.end()
     # A thread inside the store's code at interpreter exit may crash the process.
     for thread, seconds in ((store, OUTLIVES), (detector, 1.0)):  # its last record must reach the other ranks
-        if thread is not threading.current_thread() and not (thread is store and store.messages.open):
+        if thread is not threading.current_thread() and not (thread is store and store.barrier.open):
             thread.join(seconds)
-    if store.keeps and fatal is not None:
+    if store.peers.keeps and fatal is not None:
         time.sleep(OUTLIVES)  # the store ends with this process, and no rank could read the reason
 
 
