@@ -21,7 +21,7 @@ from scenario import Model, run, settings
 from torch import nn
 
 import zero
-from zero.compat.bitsandbytes import quant_tensors
+from zero.core.quantized_params import quant_tensors
 
 pytestmark = pytest.mark.ranks(2)
 installed = needs("bitsandbytes")

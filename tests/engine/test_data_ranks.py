@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import TensorDataset
 
 import zero
-from zero.compat.mpu import GridGroups
+from zero.parallel.grid_groups import GridGroups
 from zero.plan.grid import Grid
 
 pytestmark = pytest.mark.ranks(4)

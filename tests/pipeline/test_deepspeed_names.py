@@ -15,7 +15,7 @@ from states import state_of
 from torch import nn
 
 import zero
-from zero.compat.topology import PipeDataParallelTopology, ProcessTopology
+from zero.parallel.pipeline.topology import PipeDataParallelTopology, ProcessTopology
 
 MICRO_BATCHES = 4
 SHORT = [(0, "step", 2), (1, "use", 0), (3, "step", 0), (3, "use", 2)]
