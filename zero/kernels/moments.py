@@ -176,8 +176,7 @@ class Moment:
     def decode(self, signed: bool) -> Tensor:
         """The elements as float32 [n]: the values themselves, not a copy, if they are float32.
 
-        Args:
-            signed: whether they can be negative, which decides the meaning of "8bit" codes.
+        `signed`: whether they can be negative, which decides the meaning of "8bit" codes.
         """
         if self.scales is not None:
             return _from_8bit(self.values, self.scales, signed)
@@ -185,13 +184,9 @@ class Moment:
 
     @torch.no_grad()
     def write(self, values: Tensor, signed: bool, random16: Tensor | None = None) -> None:
-        """Replace all elements.
+        """Replace all elements by `values` [n], float32 (or float64 if this moment is).
 
-        Args:
-            values: shape [n], float32 (or float64 if this moment is).
-            signed: whether they can be negative.
-            random16: int64 [n] in [0, 2^16), random bits for stochastic rounding; None rounds to
-                nearest, ties away from zero.
+        random16: int64 [n] in [0, 2^16), for stochastic rounding; None rounds to nearest, ties away from zero.
         """
         bits = NEAREST if random16 is None else random16
         if self.scales is not None:
@@ -204,11 +199,9 @@ class Moment:
             self.values.copy_(values)
 
     def narrow(self, start: int, numel: int) -> Moment:
-        """The elements from ``start`` on, as a view.
+        """The elements from ``start`` on, as a view; ValueError if the span is not inside.
 
-        Raises:
-            ValueError: if the span is not inside, or, with "8bit", does not begin and end on a block's boundary
-                (it may end with the last element).
+        Also if with "8bit" it does not begin and end on a block's boundary; it may end with the last element.
         """
         stop = start + numel
         if start < 0 or numel < 0 or stop > self.numel:

@@ -330,10 +330,8 @@ def schedules() -> list[str]:
 def build_scheduler(optimizer: Any, type: str, params: Mapping[str, Any] | None = None) -> Any:
     """The scheduler of the JSON section `scheduler`; a ValueError names the path of a wrong value.
 
-    Args:
-        optimizer: a torch optimizer, or a wrapper that has it as `.optimizer`.
-        type: one of `schedules()`: ours by name, else `torch.optim.lr_scheduler.<type>`.
-        params: keyword arguments of the schedule, as in the JSON.
+    optimizer: a torch optimizer, or a wrapper that has it as `.optimizer`; type: one of `schedules()`; params: keyword
+    arguments of the schedule.
     """
     params = params or {}
     if lines := schedule_problems(type, params):
