@@ -70,28 +70,23 @@ class Use:
 class Forecast:
     """The uses of the last step, which predict those of this one.
 
-    uses: the units that this step has used, in order.
+    uses: the units that this step has used, in order; order: those of the last step.
     """
 
     def __init__(self) -> None:
         self.uses: list[int] = []
-        self._order: tuple[int, ...] = ()  # the uses of the last step
+        self.order: tuple[int, ...] = ()
         self._position: Position = START  # how far this step is in them
         self._resume: Position = START  # where a forward without gradients interrupted the step
 
     @property
-    def order(self) -> Sequence[int]:
-        """The uses of the last step."""
-        return self._order
-
-    @property
     def coming(self) -> Sequence[int]:
         """The uses that are expected next."""
-        return to_come(self._order, self._position)
+        return to_come(self.order, self._position)
 
     def used(self, index: int) -> None:
         """A unit was used; a use in an evaluation is not part of a step."""
-        self._position = advance(self._order, self._position, index)
+        self._position = advance(self.order, self._position, index)
         if torch.is_grad_enabled() or in_backward():
             self.uses.append(index)
 
@@ -106,12 +101,12 @@ class Forecast:
 
     def learn(self, order: Iterable[int]) -> None:
         """Take the uses of another rank's last step as those of this rank's."""
-        self._order = tuple(order)
+        self.order = tuple(order)
 
     def end_step(self, learn: bool) -> None:
         """A backward has ended; one that raised is nothing to `learn` from."""
         if learn and self.uses:
-            self._order = tuple(self.uses)
+            self.order = tuple(self.uses)
         self.uses = []
         self._position = self._resume = START
 
@@ -184,8 +179,12 @@ class ParamPrefetcher:
 
     def enter(self, units: Sequence[Unit]) -> Call:
         """A module that reads these units starts its forward."""
-        if not self._calls and not in_backward():
-            self._begin_forward()
+        if not self._calls and not in_backward():  # a forward begins
+            self._end_returned(lambda for_backward: not for_backward)
+            if torch.is_grad_enabled():
+                self.on_forward()
+            else:
+                self.forecast.interrupt()
         call = Call(units)
         self._calls.append(call)
         for unit in units:
@@ -309,13 +308,6 @@ class ParamPrefetcher:
             use.depth, use.left = 0, None
         self.forecast.end_step(learn=False)
         self.release_all(keep_if_referenced=False)
-
-    def _begin_forward(self) -> None:
-        self._end_returned(lambda for_backward: not for_backward)
-        if torch.is_grad_enabled():
-            self.on_forward()
-        else:
-            self.forecast.interrupt()
 
     def _close(self, call: Call) -> None:
         readers = self._calls if call in self._calls else self._methods

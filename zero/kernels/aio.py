@@ -48,9 +48,10 @@ class Request:
         """
         _check_process(self._process)
         self._pool_request.wait()
-        aio = self._aio()
-        if aio is not None:
-            aio._forget(self)
+        if (aio := self._aio()) is not None:
+            with aio._lock:
+                aio._flying.pop(self, None)
+                aio._raised |= self._pool_request.outcome()[0] != 0  # the caller gets its error
         self._held = None
         self.check()
 
@@ -153,13 +154,6 @@ class Aio:
             request = Request(self, begun, "write" if write else "read", file, tensor, offset)
             self._flying[request] = None
         return request
-
-    def _forget(self, request: Request) -> None:
-        """Drop `request`: a caller waited for it, and got its error if it has one."""
-        with self._lock:
-            self._flying.pop(request, None)
-            if request._pool_request.outcome()[0]:
-                self._raised = True
 
 
 def _check_process(process: int) -> None:

@@ -63,7 +63,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
     def prepare(self, updates: Sequence[Update], world: World) -> None:
         """See `ShardOptimizer.prepare`; computes the directions of all matrices."""
         together: dict[UnitAxes, list[Update]] = {}  # by the ranks that share the matrices
-        for each in (each for each in updates if uses_muon(each.group)):
+        for each in (each for each in updates if each.group["use_muon"]):
             axes = each.unit.mesh.axes
             work = together.setdefault(axes, [])
             work.append(each)
@@ -78,7 +78,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         self, unit: Unit, grad: torch.Tensor, group: Group, factor: float | torch.Tensor, threads: int | None = None
     ) -> None:
         """See `ShardOptimizer.update`; applies the direction that `prepare` computed from gradient and momentum."""
-        if not uses_muon(group):
+        if not group["use_muon"]:
             super().update(unit, grad, group, factor, threads)
             return
         states = self.states(unit, group)
@@ -131,7 +131,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
 
     def rows(self, unit: Unit, group: Group, load: bool = False) -> Iterator[Rows]:
         """See `ShardOptimizer.rows`."""
-        if not uses_muon(group) or group.get("beta2") is None:
+        if not group["use_muon"] or group.get("beta2") is None:
             return
         self._loaded, mesh = self._loaded or load, unit.mesh
         mine = mesh.counts and mesh.replica.rank == 0 and (mesh.shard.rank == 0 or not self._loaded)
@@ -144,13 +144,13 @@ class MatrixShardOptimizer(FusedShardOptimizer):
 
     def nbytes(self, unit: Unit, group: Group) -> int:
         """See `ShardOptimizer.nbytes`."""
-        means = (self._rows.get(each.matrix.name) for each in self._matrices(unit)) if uses_muon(group) else ()
+        means = (self._rows.get(each.matrix.name) for each in self._matrices(unit)) if group["use_muon"] else ()
         return super().nbytes(unit, group) + sum(each.nbytes for each in means if each is not None)
 
     def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
         """See `ShardOptimizer.restart`."""
         super().restart(unit, group, part)
-        for each in self._matrices(unit) if uses_muon(group) else ():
+        for each in self._matrices(unit) if group["use_muon"] else ():
             self._rows.pop(each.matrix.name, None)
 
     def _look_ahead(self, update: Update) -> torch.Tensor:
@@ -193,11 +193,6 @@ def undone_where_nan(factor: float | torch.Tensor, tensors: Iterable[torch.Tenso
     yield
     for each, old in before:
         each.copy_(torch.where(factor.isnan(), old, each))
-
-
-def uses_muon(group: Group) -> bool:
-    """Whether Muon updates the parameters of a group."""
-    return group["use_muon"]
 
 
 def orthogonalized(whole: Matrices, groups: dict[int, Group], one_by_one: bool) -> Matrices:
