@@ -70,11 +70,6 @@ def random_bits(numel: int, *, key: int, step: int, first: int, device: torch.de
     return x
 
 
-def _to_bf16(x: Tensor, random16: Tensor | int) -> Tensor:
-    """fp32 [n] to bf16 [n], up with the probability random16 / 2^16."""
-    return ((clean_bits(x) + random16) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
 def _per_element(of_block: Tensor, numel: int) -> Tensor:
     return of_block.repeat_interleave(BLOCK)[:numel]
 
@@ -125,10 +120,9 @@ def _from_8bit(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 class Moment:
     """One state of an optimizer for n elements, in one of ``FORMATS``.
 
-    Attributes:
-        values: shape [n]; float32 (or float64, beside a float64 master), bfloat16, or uint8 codes.
-        scales: float32 [ceil(n / 256)] on the same device with codes, one per block of 256; None otherwise. A step
-            checks both.
+    values: shape [n]; float32 (or float64, beside a float64 master), bfloat16, or uint8 codes.
+    scales: float32 [ceil(n / 256)] on the same device with codes, one per block of 256; None otherwise. A step
+        checks both.
     """
 
     values: Tensor
@@ -194,7 +188,9 @@ class Moment:
             self.values.copy_(codes)
             self.scales.copy_(scales)
         elif self.format == "bf16":
-            self.values.copy_(_to_bf16(values.contiguous(), bits))
+            # Up with the probability bits / 2^16.
+            upper = (clean_bits(values.contiguous()) + bits) >> 16
+            self.values.copy_(upper.to(torch.int16).view(torch.bfloat16))
         else:
             self.values.copy_(values)
 

@@ -50,11 +50,10 @@ def run(request: RunRequest, groups: Callable[[Sequence[int]], list[str]] = lamb
 class Node:
     """The launcher on one host, and what it has to look after.
 
-    Attributes:
-        outputs: where the lines of the ranks go; None where they write to our own stdout and stderr.
-        signals: those that have come and were not acted on yet.
-        descendants: the ranks, and all that they start.
-        stopped_by: the signal that ended it; None so far.
+    outputs: where the lines of the ranks go; None where they write to our own stdout and stderr.
+    signals: those that have come and were not acted on yet.
+    descendants: the ranks, and all that they start.
+    stopped_by: the signal that ended it; None so far.
     """
 
     def __init__(self, request: RunRequest, plan: NodePlan, rendezvous: RendezvousClient) -> None:

@@ -77,8 +77,7 @@ class RendezvousServer:
 
     where: the address and the port by which the other hosts know this one; not listened at where there are none.
 
-    Attributes:
-        addresses: those of this machine that the other hosts use, once they have come.
+    addresses: those of this machine that the other hosts use, once they have come.
     """
 
     def __init__(self, terms: Terms, where: tuple[str, int]) -> None:

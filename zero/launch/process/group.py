@@ -81,8 +81,7 @@ class ProcessGroup:
     signals: where `caught` notes them, if the caller has called that already.
     descendants: of the caller, who ends them; without, what the processes leave here is killed with them.
 
-    Attributes:
-        stopped_by: the signal that came first.
+    stopped_by: the signal that came first.
     """
 
     patience = 7.0
