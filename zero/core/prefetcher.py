@@ -211,7 +211,11 @@ class ParamPrefetcher:
         """The module has finished its forward, or raised. Parameters that it returned are read by its caller."""
         returned = self._units_in(output)
         self._close(call)
-        self._hand_on(returned)
+        if readers := self._calls or self._methods:  # for the module that has called this one
+            for use in returned:
+                self._read(readers[-1], use.unit)
+        elif not in_backward():  # for the caller of the root
+            self._lend(returned, torch.is_grad_enabled())
         if in_backward():
             return  # it reads what it recomputes again soon; its parameters are released when their gradients have come
         for unit in call.units:
@@ -359,14 +363,6 @@ class ParamPrefetcher:
             if unit is not None:
                 found[unit.index] = unit
         return [self._uses[index] for index, unit in found.items() if unit.resharded and self.units[index] is unit]
-
-    def _hand_on(self, uses: Sequence[Use]) -> None:
-        """Keep these for the module that called the one that returned them, or for the caller of the root."""
-        if readers := self._calls or self._methods:
-            for use in uses:
-                self._read(readers[-1], use.unit)
-        elif not in_backward():
-            self._lend(uses, torch.is_grad_enabled())
 
     def _read(self, call: Call, unit: Unit) -> None:
         if unit not in call.units:

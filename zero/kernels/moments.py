@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from zero.kernels.remainder import clean_bits
+from zero.plan.formats import BLOCK as BLOCK
 
 FORMATS = ("fp32", "bf16", "8bit")  # the index is the code of csrc/format_math.h
-BLOCK = 256  # elements that share a scale, and a word of randomness
 NEAREST = 0x8000  # in place of 16 random bits: rounds to nearest, ties away from zero
 
 # float64 is the "fp32" of float64 masters, which only the plain torch step takes.
