@@ -170,14 +170,12 @@ class Muon(_Checked):
 Formula: TypeAlias = Adam | Lion | Sgd | Adagrad
 Hyperparameters: TypeAlias = Mapping[str, Any]  # of a parameter group
 _Of = TypeVar("_Of", Adam, Lion, Sgd, Adagrad, Muon)
-
-
 _CONVERT = {"float": float, "bool": bool, "int": int}
 
 
 def _made(kind: type[_Of], group: Hyperparameters, **more: object) -> _Of:
     """The formula of this kind with the numbers of a parameter group, and `more` in their place."""
-    numbers = {**dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)), **group, **more}
+    numbers = {**group, **dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)), **more}
     return kind(**{field.name: _CONVERT[str(field.type)](numbers[field.name]) for field in fields(kind)})
 
 

@@ -205,20 +205,15 @@ def _reference(
             halves = (random & 0xFFFF, random >> 16)
         for part, state, signed, half in zip(parts, states, signs, halves, strict=False):
             part.write(state, signed, half)
-        _write(p, low, out)
+        if low.dtype == torch.int16:
+            for part, values in zip((out, low), split(p), strict=True):
+                part.copy_(values)
+            continue
+        low.copy_(p)
+        if out is not None:
+            out.copy_(round_bf16(p.float()) if out.dtype == torch.bfloat16 else p)
     if marks is not None:
         mark(marks, before, seen)
-
-
-def _write(p: Tensor, master: Tensor, param: Tensor | None) -> None:
-    if master.dtype == torch.int16 and param is not None:
-        upper, lower = split(p)
-        param.copy_(upper)
-        master.copy_(lower)
-        return
-    master.copy_(p)
-    if param is not None:
-        param.copy_(round_bf16(p.float()) if param.dtype == torch.bfloat16 else p)
 
 
 # The formulas. One operation per line, none that multiplies and adds at once (lerp_, addcmul_, alpha=): those round
