@@ -338,7 +338,8 @@ class ParamPrefetcher:
         for index in sorted(ahead):
             self.units[index].gather(deferred=True)  # of those whose update has ended since
         in_use = {unit.index for unit in used} | {index for index, use in enumerate(self._uses) if use.depth}
-        full = {unit.index for unit in self.units if unit.state in (State.FULL, State.CONCEALED)} - in_use
+        # What stays full is so on all ranks alike, also where some have not yet waited for what the step has sent.
+        full = {u.index for u in self.units if u.persistent or u.state in (State.FULL, State.CONCEALED)} - in_use
         coming = self.forecast.coming
         chosen = fetched_ahead(coming, self._sizes, self._limits, used=in_use, kept=full, travelling=ahead)
         for unit in (self.units[index] for index in chosen):

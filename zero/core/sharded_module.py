@@ -82,11 +82,16 @@ class ShardedModule:
             self.reducer.on_flush.append(uncalled_leaves(module, {unit.plan.anchor for unit in units}))
         self._hooks: dict[nn.Module, list[Callable[[], list[RemovableHandle]]]] = {}  # what attaches them
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+        fixed = _read_unnoticed(module)
         reads = _reads(module, self.units, self.prefetcher) if any(unit.cut for unit in units) else {}
         for child, (read, frozen) in reads.items():
             make = functools.partial(attach, child, read, frozen, self.prefetcher, self.reducer.begin)
             self._hooks.setdefault(child, []).append(make)
-        beside = [unit for unit in self.trained if unit.shard.placement.state_offloaded and not unit.cut]
+        whole = [unit for unit in self.trained if not unit.cut]
+        for unit in whole:
+            there_behind_a_step = unit.shard.placement.state_offloaded or unit.mesh.shard.size == 1
+            unit.awaited = not there_behind_a_step and fixed.isdisjoint(unit.params)
+        beside = [unit for unit in whole if unit.awaited or unit.shard.placement.state_offloaded]
         for child, awaited in _awaited(module, beside).items():
             self._hooks.setdefault(child, []).append(functools.partial(attach_wait, child, awaited))
         self.hook(self._hooks)
@@ -202,8 +207,12 @@ class ShardedModule:
         return StateBytes(parameters, gradients, masters)
 
     def leave(self) -> None:
-        """The engine is gone; waits for nothing and sends nothing. What cannot be given back now `reclaim` gives."""
+        """The engine is gone; begins no message, waits for no update. What cannot be given back now `reclaim` gives."""
         self.world.watchdog.close()
+        for unit in self.units:
+            if not unit.cut and unit.shard.pending is None:
+                with contextlib.suppress(RuntimeError):  # the other ranks are gone
+                    unit.wait_sent()  # of a step that all ranks have taken
         if all(unit.readable and not unit.cut for unit in self.units):
             self.dissolve()
             return
@@ -415,6 +424,12 @@ def _reads(
         follow = FrozenUnits(frozen[child], trained, prefetcher) if child in frozen else None
         reads[child] = needed, follow
     return reads
+
+
+def _read_unnoticed(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters below modules that a hook of ours would change: compiled ones, and one that asks for hooks."""
+    kinds = [each for each in module.modules() if is_compiled(each) or isinstance(each, nn.TransformerEncoderLayer)]
+    return {param for each in kinds for param in each.parameters()}
 
 
 def _awaited(module: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[Unit, ...]]:

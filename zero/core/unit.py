@@ -29,6 +29,7 @@ from zero.core.shard import Shard
 from zero.core.torch_private import untransformed
 from zero.log import logger
 from zero.memory.state_placement import StatePlacement
+from zero.memory.streams import current_stream, record_event
 from zero.plan.layout import Span
 from zero.plan.units import UnitPlan
 
@@ -43,7 +44,8 @@ class ShardedParams:
     holds:      how many readers (`GatheredParameters`) keep them full for now;
     edited:     indices of the parameters that such readers will write back, one entry for each reader;
     persistent: they stay full between uses although they are cut, until the optimizer's step outdates the full copy;
-    on_read:    called when they are read while they are released; makes them full and returns True, or False.
+    on_read:    called when they are read while they are released; makes them full and returns True, or False;
+    awaited:    modules that read them wait for them, so that the gather behind a step may stay in flight.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class ShardedParams:
         self.on_read: Callable[[ShardedParams], bool] | None = None
         self._source = self.gathering  # of what is in the full buffer, or on its way there
         self._transfer: Any = None  # in flight; has `wait`
+        self._loop: Any = None  # the stream that took the step behind which this comes
+        self.awaited = False
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -253,6 +257,12 @@ class ShardedParams:
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()
+        loop, self._loop = self._loop, None
+        device = self.buffer.full.device
+        if loop is not None and loop != current_stream(device):
+            # Only this stream waits, but the loop's may read as soon as the parameters look full.
+            loop.wait_event(record_event(device))
+            self.awaited = False  # other streams may read without being noticed, too: all is there behind a step
 
     @untransformed
     def _release(self, keep_if_referenced: bool) -> None:
@@ -293,6 +303,7 @@ class Unit(ShardedParams):
         self.optimizer: Callable[[], Any] = lambda: None  # until one is bound
         self.engine: Callable[[], Any] = lambda: None
         self.left_by: Any = None
+        self._lent = False
 
     @property
     def span(self) -> Span:
@@ -336,6 +347,8 @@ class Unit(ShardedParams):
             shapes = [param.shape for param in self.params]
             how = self.mesh, gradient_dtypes, device, TAGS * self.number + 1, self.shard.placement
             self.gradients = Gradients(self.plan, shapes, *how)
+        if not self.cut:
+            self.buffer.note_references()
 
     # -- the optimizer's step, and the parameters around it
 
@@ -351,6 +364,21 @@ class Unit(ShardedParams):
         if getattr(self.optimizer(), "away", False):
             return RuntimeError(f"the states of {self.buffer.name} are offloaded; call engine.reload_states() first")
         return super().absence()
+
+    def leave_coming(self) -> None:
+        """Leave the gather behind a step in flight: until its end the parameters look released, so readers wait for it.
+
+        Two kinds of readers would not be noticed, and get the values now: views of the memory that somebody has kept,
+        and what knows addresses (`awaited` is False then).
+        """
+        if self.cut or self.shard.pending is not None:
+            return  # they look released already
+        with self.buffer.lock:
+            if self.awaited and not self._lent and self.state is State.GATHERING:
+                self._loop = current_stream(self.buffer.full.device)
+                self.buffer.look_released()
+                return
+        self.wait()
 
     def wait_sent(self) -> None:
         """Wait until the other ranks have received what the last update sent."""
@@ -374,6 +402,7 @@ class Unit(ShardedParams):
             self.take_writes()
             self.buffer.outdate()
             with self.buffer.lock:
+                self._lent = self.buffer.lent  # asked before a message holds the memory, too
                 self.buffer.move("invalidate")
 
     def offload(self) -> None:

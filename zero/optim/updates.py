@@ -62,11 +62,13 @@ class UnitUpdater:
         self._next: list[Unit] = []  # units whose state is needed soon, in order
         self._submitted: list[Unit] = []  # in the last step
         self.threaded = any(unit.shard.placement.state_offloaded and not unit.shard.placement.queued for unit in units)
-        # They send beside the loop, perhaps when the program has destroyed the groups, which are to live for that.
-        axes = [axis for unit in units if self.threaded for axis in (unit.mesh.shard, unit.mesh.across)]
+        # They send behind a step, perhaps when the program has destroyed the groups, which are to live for that.
+        late = [unit for unit in units if self.threaded or unit.awaited or unit.persistent]
+        axes = [axis for unit in late for axis in (unit.mesh.shard, unit.mesh.across)]
         self._groups = [axis.group for axis in axes if axis is not None]
-        if self.threaded:
+        if self._groups:
             send_before_exit(units, self._groups)
+            _ALL.add(self)
         if any(unit.shard.placement.state_offloaded for unit in units):
             for unit in units:
                 optimizer.begin(unit, groups[unit.plan.group])
@@ -99,7 +101,7 @@ class UnitUpdater:
         for unit in self._units:
             if unit.stays_full and unit.index not in sent:
                 unit.gather()
-                unit.wait()
+                unit.leave_coming()
 
     def bring_ahead(self) -> None:
         """Copy the state of the units that the next step updates first to the device; nothing is updated."""
@@ -108,6 +110,12 @@ class UnitUpdater:
                 self._bring(unit)
             else:
                 self._worker.submit(self._bring, unit)  # a failure repeats at the step, which reports it
+
+    def receive(self) -> None:
+        """Wait for what the last step has left in flight, but not for updates."""
+        for unit in self._units:
+            if unit.shard.pending is None:
+                unit.wait_sent()
 
     def close(self) -> None:
         """Wait until all updates have run, whether they failed or not."""
@@ -187,6 +195,18 @@ class UnitUpdater:
         for unit in (*self._next, *self._submitted):
             if not unit.shard.placement.state_store.fetch():
                 break
+
+
+_ALL: weakref.WeakSet[UnitUpdater] = weakref.WeakSet()
+
+
+def _receive_before_fork() -> None:
+    """A forked process lacks the threads of the backend, and would wait for ever for what is in flight."""
+    for updater in list(_ALL):
+        updater.receive()
+
+
+os.register_at_fork(before=_receive_before_fork)
 
 
 def copy_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
