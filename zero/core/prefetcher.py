@@ -177,7 +177,7 @@ class ParamPrefetcher:
         self._calls: list[Call] = []  # hooked modules that are in their forward, the innermost last
         self._methods: list[Call] = []  # methods that run as a forward does, outside of any; likewise
         self._returned: list[tuple[Use, bool]] = []  # units inside what the root returned; whether for a backward
-        self.on_forward: Callable[[], object] = bool
+        self.on_forward: Callable[[], object] | None = None
         self._builds_graph = False  # the backward that runs builds a graph of itself, which reads the same parameters
         for unit in units:
             unit.on_read = self.ensure_gathered
@@ -312,10 +312,10 @@ class ParamPrefetcher:
 
     def _begin_forward(self) -> None:
         self._end_returned(lambda for_backward: not for_backward)
-        if torch.is_grad_enabled():
-            self.on_forward()
-        else:
+        if not torch.is_grad_enabled():
             self.forecast.interrupt()
+        elif self.on_forward is not None:
+            self.on_forward()
 
     def _close(self, call: Call) -> None:
         readers = self._calls if call in self._calls else self._methods

@@ -209,10 +209,10 @@ class Shard:
         if self.master is not None:
             buffer.note_versions()
 
-    def keep_writes(self, shown: Callable[[], torch.Tensor | None]) -> bool:
+    def keep_writes(self, decoded: Callable[[], torch.Tensor | None]) -> bool:
         """Where parameters are cut: before the full copy goes, take what a forward has written into it; whether it did.
 
-        shown: gives what stood in the own part [window.numel]; None: the shard's values.
+        decoded: gives what stood in the own part [window.numel]; None: the shard's values.
 
         As where they are not cut, each rank takes its own part, so all ranks must write the same. `nn.Embedding` with
         `max_norm` writes so, and momentum encoders do. Writes through `param.data` in place are not seen.
@@ -221,7 +221,7 @@ class Shard:
         written = buffer.reattach_all() | buffer.written()
         if not written:
             return False
-        own, before = self.own_part(), shown()
+        own, before = self.own_part(), decoded()
         with self.acquired(changed=True):
             for index in sorted(written):
                 fragment = self.fragment(index)

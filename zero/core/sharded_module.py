@@ -19,6 +19,7 @@ from zero.core import comm
 from zero.core.agree import alike
 from zero.core.conversion import check_parameters, guard, unguard
 from zero.core.finite import FirstNotFinite
+from zero.core.gathering import exactly, in_8_bits
 from zero.core.hooks import FrozenUnits, attach, attach_wait, uncalled_leaves
 from zero.core.init.deferred_param import DeferredParam
 from zero.core.leaf import is_apart, z3_leaf_module
@@ -314,7 +315,8 @@ def _adopt(
     gradient_dtypes = numerics.gradient_dtypes(dtype, sharding)
     unit.persistent = unit.cut and persistent
     quantized = section.zero_quantized_weights and unit.plan.requires_grad and not unit.persistent
-    unit.adopt(DTYPES[dtype], device, gradient_dtypes, numerics.formats.remainder(dtype), quantized)
+    gathered = in_8_bits if quantized else exactly
+    unit.adopt(DTYPES[dtype], device, gradient_dtypes, numerics.formats.remainder(dtype), gathered)
     if section.zero_quantized_gradients and unit.gradients is not None:
         unit.gradients.quantize()
     unit.release()  # what a model holds whole at any moment is one unit, and those that stay so

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zero.core import comm
-from zero.core.gathering import Gathering, make_gathering
+from zero.core.gathering import Gathering, Policy, exactly
 from zero.core.gradients import GradientDtypes, Gradients
 from zero.core.initial_values import initial_values, share_beside, share_equal
 from zero.core.mesh import Mesh
@@ -231,7 +231,7 @@ class ShardedParams:
         """
         comm.broadcast(self.buffer.views[index], source, self.mesh.data, self.plan.name)
         self.shard.take(index, before)
-        self.gathering.changed()
+        self.gathering.invalidate()
 
     def renew(self, index: int, values: torch.Tensor) -> None:
         """Take `values` [numel], in the unit's dtype, as parameter `index` in the full copy, where there is one.
@@ -247,7 +247,7 @@ class ShardedParams:
             self.buffer.forget_graph()
         if not (self.holds and self.state is State.FULL):  # GatheredParameters would take it for a change that is lost
             self.buffer.outdate([index])
-        self.gathering.changed()
+        self.gathering.invalidate()
 
     def _begin(self, gathering: Gathering, room: torch.Tensor) -> None:
         self._source, self._transfer = gathering, gathering.begin(room)
@@ -276,8 +276,8 @@ class ShardedParams:
 
     def _keep_writes(self) -> None:
         """Before the full copy goes: take what a forward has written into it."""
-        if self.shard.keep_writes(self._source.shown):
-            self.gathering.written()
+        if self.shard.keep_writes(self._source.decoded_shard):
+            self.gathering.refresh_from_full()
 
 
 class Unit(ShardedParams):
@@ -326,12 +326,12 @@ class Unit(ShardedParams):
         device: torch.device,
         gradient_dtypes: GradientDtypes,
         remainder: bool = False,
-        quantized: bool = False,
+        gathered: Policy = exactly,
     ) -> None:
         """Move the parameters into flat storage, with rank 0's values, and keep this rank's shard.
 
         The masters are made from the values before they are rounded to a 16-bit `dtype`; see `initial_values`.
-        `quantized`: from now on parameters are gathered in 8 bits.
+        `gathered`: how parameters are gathered from now on.
         """
         trained = self.plan.requires_grad
         share_beside(self.params, self.mesh.data, self.plan.name)
@@ -339,7 +339,7 @@ class Unit(ShardedParams):
         full, master = initial_values(self.params, self.plan, self.mesh, self.shard.window, dtype, device, remainder)
         self.buffer.adopt(full)
         self.shard.adopt(trained, master)
-        self.gathering = make_gathering(self.mesh, self.shard, self.buffer, TAGS * self.number, quantized)
+        self.gathering = gathered(self.mesh, self.shard, self.buffer, TAGS * self.number)
         self._source = self.gathering
         for position, param in enumerate(self.params):
             param._zero_owner = Owner(self.plan.params[position].name, self, position)
@@ -397,7 +397,7 @@ class Unit(ShardedParams):
             self.buffer.forget_graph()
             self._release(True)
             self.buffer.outdate()
-            self.gathering.changed()
+            self.gathering.invalidate()
         else:
             self.take_writes()
             self.buffer.outdate()
@@ -424,7 +424,7 @@ class Unit(ShardedParams):
     def write_exact(self, start: int, values: torch.Tensor) -> None:
         """Replace the exact values from element `start` of the shard on by `values`, fp32 [k], and their roundings."""
         self.shard.write_exact(start, values)
-        self.gathering.changed()
+        self.gathering.invalidate()
 
     def reduce(self, leaf: Any = None) -> None:
         """Start to reduce the full gradient to its shard, after a running update has finished with the last one."""

@@ -56,7 +56,7 @@ class Loader:
         on_end: called when a pass has ended.
     """
 
-    on_end: Callable[[], object] = bool
+    on_end: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -156,7 +156,8 @@ class Loader:
             batch = next(batches, _END)
             if batch is _END:
                 self._here = self._partition.begin(at.epoch + 1)
-                self.on_end()
+                if self.on_end is not None:
+                    self.on_end()
                 return
             if self.on_batch is not None:
                 self.on_batch(self._counts(at))

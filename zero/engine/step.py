@@ -337,7 +337,7 @@ class TrainingStep:
 
     def _begins_first(self) -> bool:
         """Begin the micro-batch of a forward, so that idle ranks follow; whether no rank has run a backward yet."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._sharded.prefetcher.on_forward is not None:
             self._sharded.prefetcher.on_forward()
         return not self._sharded.reducer.rounds
 

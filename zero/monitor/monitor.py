@@ -142,7 +142,7 @@ class _Writer:
         self._flush()
         for sink in self.sinks.values():
             try:
-                getattr(sink, "close", bool)()
+                getattr(sink, "close", lambda: None)()
             except Exception as error:
                 logger.warning("at the end of the run: %s: %s", type(error).__name__, error)
         self.sinks.clear()
@@ -158,7 +158,7 @@ class _Writer:
     def _flush(self) -> None:
         self._flushed = time.monotonic()
         for name, sink in list(self.sinks.items()):
-            self._try(name, getattr(sink, "flush", bool))
+            self._try(name, getattr(sink, "flush", lambda: None))
 
     def _try(self, name: str, call: Callable[..., object], *what: object) -> None:
         try:
@@ -168,7 +168,7 @@ class _Writer:
             text = "%s: nothing more is written there, and the run goes on: %s: %s"
             logger.warning(text, name, type(error).__name__, error)
             with contextlib.suppress(Exception):
-                getattr(sink, "close", bool)()
+                getattr(sink, "close", lambda: None)()
 
 
 def _end(writer: _Writer) -> None:

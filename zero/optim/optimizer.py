@@ -16,6 +16,7 @@ from zero.core.agree import agree
 from zero.core.finite import ALL_FINITE
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
+from zero.core.weak import while_alive
 from zero.kernels import cuda
 from zero.log import rank_zero
 from zero.optim.norm import RankFlags, RankReport, exact_norm, flags_of, global_norm, hosts_connected
@@ -93,8 +94,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._updater is None:
             self._updater = UnitUpdater(self.shard_optimizer, sharded, self.param_groups)
             self._deferring = all(agree(self._could_defer, sharded.world))
-        ahead = weakref.WeakMethod(self._updater.bring_ahead)
-        sharded.reducer.on_last = lambda: (ahead() or bool)()
+        sharded.reducer.on_last = while_alive(self._updater.bring_ahead)
         sharded.reducer.finite.enabled = self._check_overflow and not self._deferring
 
     @property

@@ -188,7 +188,7 @@ class UnitUpdater:
                 mark(changes.marks(), before, unit.shard.master.shard)
             with placement.streams.up.entered() if on_host else contextlib.nullcontext():
                 unit.shard.publish()
-                unit.gathering.updated()
+                unit.gathering.encode()
 
     def _read_ahead(self) -> None:
         """Start to read the state of as many units as memory allows, in order; after the last one the first."""
