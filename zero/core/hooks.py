@@ -173,7 +173,8 @@ class WaitHook(OwnHook):
 
     def __init__(self, units: Sequence[Unit]) -> None:
         def wait(module: nn.Module, args: Any) -> None:
-            if units[0].buffer.full.is_cuda and torch.cuda.is_current_stream_capturing():
+            on_gpu = units[0].buffer.full.is_cuda and torch.backends.cuda.is_built()
+            if on_gpu and torch.cuda.is_current_stream_capturing():
                 come_at_once()
             wait_for(units)
 

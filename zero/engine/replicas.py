@@ -196,7 +196,7 @@ class Replicas:
             return
         if unit.shard.master.rounding is not None:
             yield "the master", unit.shard.window, unit.shard.master.tensor
-        yield from self._optimizer.shard_optimizer.tensors(unit)
+        yield from self._optimizer.states.tensors(unit)
 
     def _of_buffers(self) -> LabelledHashes:
         left_out = self._own_buffers or set()

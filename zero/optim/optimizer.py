@@ -61,7 +61,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         loss_scaler: LossScaler | None = None,
         client: torch.optim.Optimizer | None = None,
     ) -> None:
-        self.shard_optimizer = shard_optimizer
+        self.shard_optimizer, self.states = shard_optimizer, shard_optimizer.states
         self.loss_scaler = loss_scaler or LossScaler()
         self.clipping = clipping
         self._check_overflow = check_overflow
@@ -261,7 +261,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.finish()
         self._sharded = self._updater = self.whole_step = self._pending = self._then = None
         if wait:
-            self.shard_optimizer.forget()
+            self.states.forget()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """The same as `engine.step()`, for training loops that call the optimizer."""
@@ -359,7 +359,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Bytes of optimizer state on this rank's device, without masters; `offload.host` counts the others."""
         trained = self._sharded.trained if self._sharded is not None else []
         here = [unit for unit in trained if not unit.shard.placement.state_offloaded]
-        return sum(self.shard_optimizer.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
+        return sum(self.states.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
 
     @property
     def _could_defer(self) -> bool:

@@ -71,7 +71,7 @@ class UnitUpdater:
             _ALL.add(self)
         if any(unit.shard.placement.state_offloaded for unit in units):
             for unit in units:
-                optimizer.begin(unit, groups[unit.plan.group])
+                optimizer.states.begin(unit, groups[unit.plan.group])
 
     def run(self, groups: Sequence[Group], factor: float | torch.Tensor, unclipped: float | torch.Tensor) -> None:
         """Update every unit once, and send it to the ranks that keep it.
