@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import make_net, share
 from scenario import settings
 from torch import nn
@@ -99,6 +100,27 @@ def test_every_read_behind_a_step_gives_new_values(way):
     for expected, found in zip(values(whole.module), READS[way](late.module), strict=True):
         assert torch.equal(expected, found)
     assert not coming(late)
+
+
+@pytest.mark.ranks(2)
+def test_torch_distributed_is_given_new_values():
+    """Its backends read memory without asking a tensor; of a parameter that is cut it says so, and reads nothing."""
+    whole, late, cut = trained(0), trained(2), trained(3)
+    names = ("up.weight", "up.bias", "down.weight", "down.bias")
+    expected, found, away = (
+        [engine.module.blocks[0].get_parameter(name) for name in names] for engine in (whole, late, cut)
+    )
+    rows = [torch.empty_like(expected[0]) for _ in range(2)]
+    assert coming(late) == ["<root>", "blocks.0", "blocks.1", "blocks.2"]
+    dist.all_gather(rows, found[0])
+    assert all(torch.equal(row, expected[0]) for row in rows) and "blocks.0" not in coming(late)
+    train(whole, 1)
+    train(late, 1)
+    with torch.no_grad():
+        dist.broadcast(found[1], 0)
+    assert torch.equal(expected[1], found[1])
+    with pytest.raises(RuntimeError, match="is released"):
+        dist.broadcast(away[1], 0)
 
 
 @pytest.mark.ranks(2)

@@ -30,8 +30,9 @@ from zero.core.owner import axes_of, cut_of, owner_of
 from zero.core.prefetcher import ParamPrefetcher, in_backward
 from zero.core.ratio import choose_ratio
 from zero.core.reducer import Reducer
+from zero.core.released import read_now
 from zero.core.streaming import is_streamed
-from zero.core.torch_private import is_compiled, take_off
+from zero.core.torch_private import before_messages, is_compiled, take_off
 from zero.core.unit import Unit
 from zero.core.unit_table import UnitTable, agree_on_units
 from zero.core.world import Axis, World
@@ -263,6 +264,7 @@ def wrap(
         owner = owner_of(param)
         if owner is not None and not isinstance(owner.unit, DeferredParam):
             raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
+    before_messages(read_now)
     prepare(module, device)
     plans = plan_module(module, groups, world.size, settings, numerics.formats.alignment)
     table = agree_on_units(plans, world)
