@@ -21,9 +21,8 @@ from zero.config import Config, ConfigError, load
 from zero.core.agree import alike
 from zero.core.world import Axis, backend_of, local_device
 from zero.recompute.call import recomputed
-from zero.recompute.holder import HOLDER
+from zero.recompute.holder import HOLDER, SeedTracker
 from zero.recompute.saved_inputs import ALONE, NO_NUMBER, InputStore
-from zero.recompute.seeds import SeedTracker
 from zero.watchdog.watchdog import Watchdog
 
 __all__ = [

@@ -21,7 +21,7 @@ LIMITS = {
     "zero/checkpoint": 3190,
     "zero/compat": 1890,
     "zero/config": 2570,
-    "zero/core": 7630,
+    "zero/core": 7640,
     "zero/data": 1080,
     "zero/engine": 7900,
     "zero/examples": 100,

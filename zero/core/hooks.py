@@ -1,4 +1,4 @@
-"""Ties a module's forward and backward to the prefetcher; only where parameters are cut between uses."""
+"""Ties a module's forward and backward to the prefetcher; only where parameters are resharded between uses."""
 
 from __future__ import annotations
 
@@ -144,9 +144,9 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     """Have a method of `module` run as its forward does: what it reads is gathered, and released when it ends.
 
     For methods that are called outside of a forward and read parameters by themselves, such as `get_image_features`
-    of models that see. Before or after `zero.initialize`; where no parameter is cut, and a second time, it changes
-    nothing. Where parameters are cut, all ranks must call the method. Raises TypeError for what is no module and
-    AttributeError for a method that it does not have.
+    of models that see. Before or after `zero.initialize`; where no parameter is resharded, and a second time, it
+    changes nothing. Where parameters are resharded, all ranks must call the method. Raises TypeError for what is no
+    module and AttributeError for a method that it does not have.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"register_forward_method(module=...): got {type(module).__name__}, wanted an nn.Module")
@@ -192,14 +192,14 @@ class WaitHook(OwnHook):
 
 
 def wait_for(units: Sequence[Unit]) -> None:
-    """Wait until these units, which are not cut, may be read."""
+    """Wait until these units, which are not resharded, may be read."""
     for unit in units:
         if not unit.readable:
             unit.wait()
 
 
 def attach_wait(module: nn.Module, units: Sequence[Unit]) -> list[RemovableHandle]:
-    """Have a module wait for what is still to come of these units, which are not cut, when its forward begins.
+    """Have a module wait for what is still to come of these units, which are not resharded, when its forward begins.
 
     Torch's own calls would notice by themselves; compiled code, and what works on addresses, would not.
     """

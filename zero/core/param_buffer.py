@@ -34,7 +34,7 @@ class State(enum.Enum):
     GATHERING: the shard, and a full buffer that is being filled.
     FULL:      the shard and a valid full buffer. Parameters may be read.
     CONCEALED: the same, but the parameters look released, so that a read is noticed.
-    STALE:     where parameters are not cut: a full buffer that the optimizer has outdated, but for the own shard.
+    STALE:     where parameters are not resharded: a full buffer that the optimizer has outdated, but for the own shard.
     AWAY:      nothing. The values are kept elsewhere, and the storages have size 0.
     """
 
@@ -75,7 +75,7 @@ class ParamBuffer:
     name:  the unit and the rank, for messages;
     full:  flat [layout.numel] in the unit's dtype; its storage has size 0 while the parameters are released;
     views: one of `full` for each parameter, of its shape;
-    cut:   parameters exist in full only while they are used;
+    resharded: parameters exist in full only while they are used;
     lock:  held by whichever thread changes `state` or the storage. That is the thread of the training loop (or
            autograd's, while the loop waits for a backward), a thread that reads parameters beside it, or the one that
            updates the unit and then sends it. Nothing that a thread waits for under the lock needs the lock;
@@ -85,11 +85,11 @@ class ParamBuffer:
 
     mixin = Released  # of the classes of released parameters
 
-    def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], cut: bool, rank: int) -> None:
+    def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], resharded: bool, rank: int) -> None:
         self.plan = plan
         self.name = f"unit '{plan.name}' (rank {rank})"
         self.params = list(params)
-        self.cut = cut
+        self.resharded = resharded
         self.state = State.FULL
         self.full: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
@@ -155,13 +155,13 @@ class ParamBuffer:
     def offload(self) -> None:
         """Have the parameters look released because their storage is about to be taken."""
         self.move("offload")
-        if not self.cut:
+        if not self.resharded:
             self._hide()
 
     def reload(self) -> None:
         """The storages hold the values of `offload` again."""
-        self.move("reload" if self.cut else "show")
-        if not self.cut:
+        self.move("reload" if self.resharded else "show")
+        if not self.resharded:
             self.show()
 
     def note_references(self) -> None:
@@ -243,7 +243,7 @@ class ParamBuffer:
                     f"of another shape or dtype ({wrong}); the replacement is undone"
                 )
             replaced.add(index)
-            if self.cut:  # a graph that was built since has read these very values
+            if self.resharded:  # a graph that was built since has read these very values
                 set_versions((param,), (version,))
         return replaced
 

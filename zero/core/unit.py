@@ -20,7 +20,7 @@ from torch import nn
 from zero.core import comm
 from zero.core.gathering import Gathering, Policy, exactly
 from zero.core.gradients import GradientDtypes, Gradients
-from zero.core.initial_values import initial_values, share_beside, share_equal
+from zero.core.initial_values import initial_values, share_equal, share_quant_state
 from zero.core.mesh import Mesh
 from zero.core.owner import Owner
 from zero.core.param_buffer import ParamBuffer, State
@@ -80,9 +80,9 @@ class ShardedParams:
         return self.buffer.params
 
     @property
-    def cut(self) -> bool:
+    def resharded(self) -> bool:
         """Whether parameters exist in full only while they are used."""
-        return self.buffer.cut
+        return self.buffer.resharded
 
     @property
     def state(self) -> State:
@@ -137,7 +137,7 @@ class ShardedParams:
             if self.state not in (State.SHARDED, State.REQUESTED, State.STALE):
                 return
             with placement.events.span("gather", self.plan.name):
-                if self.cut:
+                if self.resharded:
                     self.buffer.allocate()  # not on a side stream: memory is reused in the order of its own stream
                 room = gathering.room()
                 if after_update:
@@ -161,7 +161,7 @@ class ShardedParams:
                 elif self.state is not State.FULL:
                     self._wait_transfer()
                     self.buffer.move("wait")
-                    if self.cut:
+                    if self.resharded:
                         self.buffer.show()
                 self.buffer.look_full()
 
@@ -171,12 +171,12 @@ class ShardedParams:
         with self.buffer.lock:
             self.shard.wait_filled()
             self.buffer.move("complete")
-            if self.cut:
+            if self.resharded:
                 self.buffer.show()
             self.buffer.look_full()
 
     def release(self, keep_if_referenced: bool = True) -> None:
-        """Free the memory of the full parameters, where parameters are cut; else they stay.
+        """Free the memory of the full parameters, where parameters are resharded; else they stay.
 
         With `keep_if_referenced`, memory of which a view was taken since it was filled stays with that view, and the
         unit takes new memory next time. A graph's views do not count: they must find the parameters again where they
@@ -188,7 +188,7 @@ class ShardedParams:
 
     def conceal(self) -> None:
         """Keep the memory, but have the parameters look released, so that a read is noticed."""
-        if self.cut and self.state is State.FULL and not (self.persistent or self.holds):
+        if self.resharded and self.state is State.FULL and not (self.persistent or self.holds):
             self._keep_writes()
             with self.buffer.lock:
                 self.buffer.look_released()
@@ -198,7 +198,7 @@ class ShardedParams:
         """Make the parameters readable for an immediate read; False if that is not possible."""
         # For an update that runs, and what it sends; other ranks need do nothing for it.
         coming = self.persistent and (self.shard.pending is not None or self.state is State.GATHERING)
-        if coming or (not self.cut and self.state is not State.AWAY):
+        if coming or (not self.resharded and self.state is not State.AWAY):
             self.wait()
         return self.state is State.FULL or (self.on_read is not None and self.on_read(self))
 
@@ -211,8 +211,8 @@ class ShardedParams:
     # -- what readers and loads write
 
     def take_writes(self) -> None:
-        """Where parameters are not cut: take what users have written into them in place as their exact values."""
-        if not self.cut:
+        """Where parameters are not resharded: take what users have written into them in place as their exact values."""
+        if not self.resharded:
             if self.state is State.AWAY:
                 if self.shard.master is not None:
                     raise self.absence()
@@ -266,7 +266,7 @@ class ShardedParams:
 
     @untransformed
     def _release(self, keep_if_referenced: bool) -> None:
-        if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):
+        if not self.resharded or self.holds or self.state in (State.SHARDED, State.AWAY):
             return
         with self.shard.placement.events.span("release", self.plan.name):
             self.wait()  # messages in flight still write into the buffer
@@ -294,11 +294,13 @@ class Unit(ShardedParams):
         index: int,
         number: int,
         mesh: Mesh,
-        cut: bool,
+        resharded: bool,
         placement: StatePlacement,
     ) -> None:
-        cut = cut and (mesh.shard.size > 1 or placement.shard_offloaded)
-        super().__init__(plan, ParamBuffer(plan, params, cut, mesh.data.global_rank), index, mesh, placement, number)
+        resharded = resharded and (mesh.shard.size > 1 or placement.shard_offloaded)
+        super().__init__(
+            plan, ParamBuffer(plan, params, resharded, mesh.data.global_rank), index, mesh, placement, number
+        )
         self.gradients: Gradients | None = None
         self.optimizer: Callable[[], Any] = lambda: None  # until one is bound
         self.engine: Callable[[], Any] = lambda: None
@@ -318,7 +320,7 @@ class Unit(ShardedParams):
     @property
     def stays_full(self) -> bool:
         """Whether the full parameters stay between uses: only the optimizer's step outdates them."""
-        return self.persistent or not self.cut
+        return self.persistent or not self.resharded
 
     def adopt(
         self,
@@ -334,7 +336,7 @@ class Unit(ShardedParams):
         `gathered`: how parameters are gathered from now on.
         """
         trained = self.plan.requires_grad
-        share_beside(self.params, self.mesh.data, self.plan.name)
+        share_quant_state(self.params, self.mesh.data, self.plan.name)
         share_equal(self.params, self.plan, self.mesh.beside)
         full, master = initial_values(self.params, self.plan, self.mesh, self.shard.window, dtype, device, remainder)
         self.buffer.adopt(full)
@@ -347,7 +349,7 @@ class Unit(ShardedParams):
             shapes = [param.shape for param in self.params]
             how = self.mesh, gradient_dtypes, device, TAGS * self.number + 1, self.shard.placement
             self.gradients = Gradients(self.plan, shapes, *how)
-        if not self.cut:
+        if not self.resharded:
             self.buffer.note_references()
 
     # -- the optimizer's step, and the parameters around it
@@ -371,7 +373,7 @@ class Unit(ShardedParams):
         Two kinds of readers would not be noticed, and get the values now: views of the memory that somebody has kept,
         and what knows addresses (`awaited` is False then).
         """
-        if self.cut or self.shard.pending is not None:
+        if self.resharded or self.shard.pending is not None:
             return  # they look released already
         with self.buffer.lock:
             if self.awaited and not self._lent and self.state is State.GATHERING:
@@ -393,7 +395,7 @@ class Unit(ShardedParams):
         into parameters is taken into the masters first.
         """
         self.shard.settle()
-        if self.cut:
+        if self.resharded:
             self.buffer.forget_graph()
             self._release(True)
             self.buffer.outdate()

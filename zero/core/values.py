@@ -140,7 +140,7 @@ def write_exact(owner: Owner, own: torch.Tensor, whole: torch.Tensor | None = No
     if part.numel:
         unit.write_exact(part.at, own)
     if whole is None:
-        seen = not unit.cut or unit.state is not State.SHARDED
+        seen = not unit.resharded or unit.state is not State.SHARDED
         with unit.shard.acquired():
             rounding = unit.shard.values.narrow(0, part.at, part.numel).clone()
         unit.renew(owner.index, assemble(owner, rounding) if seen else rounding)

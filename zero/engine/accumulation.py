@@ -112,7 +112,7 @@ class Accumulation:
         """Inside, gradients stay on their rank whatever the boundary; stages 0 and 1 only.
 
         They are reduced with those of the next boundary outside: at its backward, or at `step()`. Raises
-        RuntimeError where gradients are cut, inside another block, and from `step()` inside.
+        RuntimeError where gradients are sharded, inside another block, and from `step()` inside.
         """
         self._status.check()
         if self._sharded.sharding.grads:
@@ -142,7 +142,7 @@ class Accumulation:
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """The backward passes inside are one optimizer step, which the next `step()` takes.
 
-        Where gradients are not cut (stages 0 and 1) they are reduced once, at the end of the block; elsewhere after
+        Where gradients are not sharded (stages 0 and 1) they are reduced once, at the end of the block; elsewhere after
         every backward, because a whole gradient must not stay. The mean is over `gradient_accumulation_steps`
         micro-batches, however many the block has. Raises RuntimeError inside another block, from `step()` inside,
         and with `managed_gradient_accumulation: false`.
@@ -212,10 +212,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def ending_micro_batch(self, partial: bool) -> Iterator[bool]:
-        """Around a `step()`: gives whether it is at the boundary, and counts the micro-batch if it succeeds.
-
-        `partial`: it is, after fewer micro-batches than a step has.
-        """
+        """Around a `step()`: gives whether it is at the boundary (or `partial`), and counts the micro-batch."""
         config, reducer = self.config, self._sharded.reducer
         if self._block in (Block.NO_SYNC, Block.COALESCING):
             raise RuntimeError(

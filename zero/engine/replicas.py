@@ -1,6 +1,6 @@
 """Whether what the ranks hold in common is still the same on all of them, bit by bit.
 
-Compared are: parameters that are not cut; where nothing is cut (stage 0), masters and moments too; the module's
+Compared are: parameters that are not resharded; where nothing is cut (stage 0), masters and moments too; the module's
 buffers; hyperparameters and the loss scale. What is cut is compared between replicas of it (HSDP), unit by unit. What
 exists once, as all state does under stage 3 and all but the parameters under stages 1 and 2, has nothing to be compared
 with: a bit that flips there becomes the value of all.
@@ -30,10 +30,7 @@ _AGE = 0x5851F42D4C957F2D  # odd, so that no earlier step is lost from a hash ov
 
 
 class LabelledHashes(NamedTuple):
-    """Hashes, int64 [n], of what belongs together; `labels` [n] say of what each is.
-
-    among: what only ranks that hold the same have alike: their places in the world, say.
-    """
+    """Hashes, int64 [n], of what belongs together; labels [n]; among: what only the ranks that hold it agree in."""
 
     place: str
     labels: Sequence[str]
@@ -62,7 +59,7 @@ class Replicas:
         self._every = every
         self._axis = sharded.world
         self._most = 0  # tables on any rank; 0 until the first comparison
-        self._whole = [unit for unit in sharded.units if not unit.cut]
+        self._whole = [unit for unit in sharded.units if not unit.resharded]
         # By index of the unit: hashes over the steps since the last comparison.
         self._seen: dict[int, torch.Tensor] = {}
         self._own_buffers: set[str] | None = None  # buffers that are each rank's own; None until the first comparison
@@ -78,7 +75,7 @@ class Replicas:
             return
         due = number % self._every == 0
         for unit in self._whole:
-            if due or self._fleeting(unit):
+            if due or (unit.gradients is not None and unit.mesh.shard.size > 1):  # an update overwrites it
                 self._look(unit)
         if due:
             try:
@@ -95,9 +92,6 @@ class Replicas:
         """Forget what was seen of the parameters before; leave out the buffers that another run has left out."""
         self._seen = {}
         self._own_buffers = None if own_buffers is None else set(own_buffers)
-
-    def _fleeting(self, unit: Unit) -> bool:
-        return unit.gradients is not None and unit.mesh.shard.size > 1
 
     def _look(self, unit: Unit) -> None:
         unit.gather()
@@ -171,24 +165,24 @@ class Replicas:
             among = self._holders(mesh)
             if mesh.shard.size > 1 and len(among) > 1:
                 units = [unit for unit in self._sharded.units if unit.mesh is mesh]
-                yield self._of_parts(units)._replace(among=(among, mesh.axes))
+                yield self._of_parts(units, (among, mesh.axes))
 
     def _holders(self, mesh: Mesh, whole: bool = False) -> tuple[int, ...]:
         """Places in the world of the ranks that hold the same shards as this one, or the same parameters."""
         axes = (*mesh.axes.replica, *mesh.axes.same, *(mesh.axes.shard if whole else ()))
         return self._sharded.meshes.grid.ranks(axes, self._axis.rank)
 
-    def _of_parts(self, units: Sequence[Unit]) -> LabelledHashes:
+    def _of_parts(self, units: Sequence[Unit], among: tuple[Any, ...]) -> LabelledHashes:
         labels, hashes = [], []
         for unit in units:
-            if not unit.cut and unit.gradients is None:
+            if not unit.resharded and unit.gradients is None:
                 continue
             with unit.shard.acquired():
                 kept = [("the shard", unit.shard.window, unit.shard.values), *self._state(unit)]
                 found = [_hashes(unit.plan.layout.fragments(held), held, tensor) for _, held, tensor in kept]
                 hashes.append(hash_of(torch.cat([each.to(unit.buffer.full.device) for each in found])))
             labels.append(f"the shard of unit '{unit.plan.name}', or its optimizer state,")
-        return self._table("shards", labels, hashes, ())
+        return self._table("shards", labels, hashes, among)
 
     def _state(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
         """Masters and moments of a unit, as `ShardOptimizer` lists them."""

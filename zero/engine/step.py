@@ -2,7 +2,7 @@
 
 forward     inputs are cast; hooks gather each unit's parameters before its modules run and release them after
 backward    the loss is scaled; hooks gather the parameters again; gradients are reduced as they become complete:
-            those of the micro-batch at the accumulation boundary, or of each one where gradients are cut
+            those of the micro-batch at the accumulation boundary, or of each one where gradients are sharded
 step        before the boundary the micro-batch is counted, and that is all; at the boundary:
             1. the replicas are compared, every `zero.check_replicas` steps
             2. the optimizer: what was not reduced yet, the global norm, overflow, clipping, the update of each
@@ -36,12 +36,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zero.core.access import GatheredParameters
 from zero.core.hooks import as_forward
-from zero.core.micro_batches import Weight
+from zero.core.micro_batches import Weighing, Weight
 from zero.core.sharded_module import ShardedModule
 from zero.engine.accumulation import Accumulation
 from zero.engine.alarm import Alarms
 from zero.engine.checkpoint.save import CheckpointSaver
-from zero.engine.graphs import graphed
 from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.profiles import Profiles, asked
 from zero.engine.progress import Ended, Progress
@@ -50,7 +49,6 @@ from zero.engine.reality import Reality
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
 from zero.engine.step_record import StepRecord, mean_loss
-from zero.engine.weighing import Weighing
 from zero.log import logger, rank_zero
 from zero.monitor.comms import Traffic, table
 from zero.optim.norm import RankReport
@@ -101,7 +99,7 @@ class TrainingStep:
             self.profiles = Profiles(config, sharded, optimizer, device, self.progress)
         planned = config.zero.plan and optimizer is not None
         self.reality = Reality(config, sharded, optimizer) if planned else None
-        self.model = graphed(sharded) if config.graph_harvesting else sharded.module
+        self.model = sharded.module
         self._sharded = sharded
         self._weighing = Weighing(config)
         self._optimizer = optimizer
@@ -137,8 +135,9 @@ class TrainingStep:
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module's `generate` as its forward: parameters that it reads itself are gathered until its end.
 
-        Where parameters are cut, all ranks must call it, and Hugging Face's own is told `synced_gpus=True`, unless the
-        caller says otherwise: a rank whose text ends early goes on until all have ended, and none waits for another.
+        Where parameters are resharded, all ranks must call it, and Hugging Face's own is told `synced_gpus=True`,
+        unless the caller says otherwise: a rank whose text ends early goes on until all have ended, and none waits for
+        another.
         Raises AttributeError where the module has none.
         """
         self._status.check()

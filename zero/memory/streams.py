@@ -107,8 +107,8 @@ class Streams(NamedTuple):
     down: SideStream
 
     @classmethod
-    def beside(cls, device: torch.device) -> Streams:
-        """New streams, beside the stream that computes on `device`."""
+    def create(cls, device: torch.device) -> Streams:
+        """New streams of `device`, next to the one that computes."""
         return cls(*(SideStream(device) for _ in cls._fields))
 
 
