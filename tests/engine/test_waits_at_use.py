@@ -165,8 +165,10 @@ def test_what_asks_for_hooks_finds_none():
     net.blocks[1] = layer
     engine = trained(2, net)
     assert not any(module._forward_pre_hooks for module in layer.modules())
-    assert coming(engine) and all(unit.awaited for unit in engine._sharded.units if unit.plan.name in coming(engine))
-    assert not any(param._zero_owner.unit.awaited for param in layer.parameters())
+    assert coming(engine) and all(
+        unit.late.awaited for unit in engine._sharded.units if unit.plan.name in coming(engine)
+    )
+    assert not any(param._zero_owner.unit.late.awaited for param in layer.parameters())
 
 
 @pytest.mark.ranks(2)

@@ -157,6 +157,7 @@ class Decoding(NamedTuple):
 
     transfer: Transfer
     full: torch.Tensor
+    done = False  # what is here is still to be decoded
 
     def wait(self) -> None:
         """See `Transfer.wait`."""

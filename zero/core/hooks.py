@@ -164,52 +164,6 @@ def as_forward(module: nn.Module, method: Callable[..., Any], /, *args: Any, **k
     return method(*args, **kwargs)
 
 
-class WaitHook(OwnHook):
-    """Has a module wait for units whose gather a step has left in flight.
-
-    Unlike `OwnHook` it does not end what is compiled around it, nor runs in there, nor in a CUDA graph that is played
-    again: units that are read in those come at the end of each step from then on.
-    """
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        def wait(module: nn.Module, args: Any) -> None:
-            on_gpu = units[0].buffer.full.is_cuda and torch.backends.cuda.is_built()
-            if on_gpu and torch.cuda.is_current_stream_capturing():
-                come_at_once()
-            wait_for(units)
-
-        def come_at_once() -> None:
-            for unit in units:
-                unit.awaited = False
-            wait_for(units)
-
-        super().__init__(wait)
-        self._compiled = torch.compiler.assume_constant_result(come_at_once)  # called once, by the compiler
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `OwnHook`."""
-        return self._compiled() if torch.compiler.is_compiling() else self._hook(*args, **kwargs)
-
-
-def wait_for(units: Sequence[Unit]) -> None:
-    """Wait until these units, which are not resharded, may be read."""
-    for unit in units:
-        if not unit.readable:
-            unit.wait()
-
-
-def attach_wait(module: nn.Module, units: Sequence[Unit]) -> list[RemovableHandle]:
-    """Have a module wait for what is still to come of these units, which are not resharded, when its forward begins.
-
-    Torch's own calls would notice by themselves; compiled code, and what works on addresses, would not.
-    """
-    beside = [unit for unit in units if unit.shard.placement.state_offloaded]
-    gathered = [unit for unit in units if not unit.shard.placement.state_offloaded]
-    hooks = [OwnHook(lambda module, args: wait_for(beside))] if beside else []
-    hooks += [WaitHook(gathered)] if gathered else []
-    return [module.register_forward_pre_hook(hook, prepend=True) for hook in hooks]
-
-
 def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], None]:
     """What to call after the first backward: it warns of the leaves among `anchors` that were not called.
 

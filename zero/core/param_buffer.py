@@ -160,9 +160,10 @@ class ParamBuffer:
 
     def reload(self) -> None:
         """The storages hold the values of `offload` again."""
-        self.move("reload" if self.resharded else "show")
-        if not self.resharded:
-            self.show()
+        with self.lock:
+            self.move("reload" if self.resharded else "show")
+            if not self.resharded:
+                self.show()
 
     def note_references(self) -> None:
         """From now on whoever else holds the memory has `lent` true; all that the engine itself keeps is there."""

@@ -13,7 +13,9 @@ import torch
 
 from zero.core.master import Master
 from zero.core.param_buffer import ParamBuffer, State
+from zero.core.released import absent
 from zero.kernels.marks import Changes
+from zero.log import logger
 from zero.memory.pending_update import PendingUpdate
 from zero.memory.state_placement import StatePlacement
 from zero.memory.streams import SideStream, record_event, wait_event
@@ -77,6 +79,18 @@ class Shard:
             self.own_part().copy_(self.values, non_blocking=True)
             self._filled = record_event(self._buffer.full.device)
             placement.shard_store.write_back(changed=False, after=self._filled)
+
+    def fill_alone(self) -> None:
+        """Have the own part in the full buffer, and NaN for what only other ranks hold (0 in dtypes without one)."""
+        full, own = self._buffer.full, None if self._buffer.resharded else self.values.clone()
+        full.copy_(absent(full.shape, full.dtype, full.device))
+        if own is not None:
+            self.values.copy_(own)
+            return
+        try:
+            self.fill()
+        except (OSError, RuntimeError) as error:
+            logger.warning("the own part of %s could not be read either: %s", self._buffer.name, error)
 
     def wait_filled(self) -> None:
         """Have the current stream wait for that copy."""

@@ -20,7 +20,7 @@ from zero.core.agree import alike
 from zero.core.conversion import check_parameters, guard, unguard
 from zero.core.finite import FirstNotFinite
 from zero.core.gathering import exactly, in_8_bits
-from zero.core.hooks import FrozenUnits, attach, attach_wait, uncalled_leaves
+from zero.core.hooks import FrozenUnits, attach, uncalled_leaves
 from zero.core.init.deferred_param import DeferredParam
 from zero.core.leaf import is_apart, z3_leaf_module
 from zero.core.mesh import Meshes
@@ -30,11 +30,11 @@ from zero.core.owner import axes_of, cut_of, owner_of
 from zero.core.prefetcher import ParamPrefetcher, in_backward
 from zero.core.ratio import choose_ratio
 from zero.core.reducer import Reducer
-from zero.core.released import read_now
 from zero.core.streaming import is_streamed
-from zero.core.torch_private import before_messages, is_compiled, take_off
+from zero.core.torch_private import take_off
 from zero.core.unit import Unit
 from zero.core.unit_table import UnitTable, agree_on_units
+from zero.core.waits import wait_hooks
 from zero.core.world import Axis, World
 from zero.log import log_once, logger
 from zero.memory.available import Freed, give_back
@@ -84,18 +84,12 @@ class ShardedModule:
             self.reducer.on_flush.append(uncalled_leaves(module, {unit.plan.anchor for unit in units}))
         self._hooks: dict[nn.Module, list[Callable[[], list[RemovableHandle]]]] = {}  # what attaches them
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
-        fixed = _read_unnoticed(module)
         reads = _reads(module, self.units, self.prefetcher) if any(unit.resharded for unit in units) else {}
         for child, (read, frozen) in reads.items():
             make = functools.partial(attach, child, read, frozen, self.prefetcher, self.reducer.begin)
             self._hooks.setdefault(child, []).append(make)
-        whole = [unit for unit in self.trained if not unit.resharded]
-        for unit in whole:
-            there_behind_a_step = unit.shard.placement.state_offloaded or unit.mesh.shard.size == 1
-            unit.awaited = not there_behind_a_step and fixed.isdisjoint(unit.params)
-        beside = [unit for unit in whole if unit.awaited or unit.shard.placement.state_offloaded]
-        for child, awaited in _awaited(module, beside).items():
-            self._hooks.setdefault(child, []).append(functools.partial(attach_wait, child, awaited))
+        for child, make in wait_hooks(module, self.trained).items():
+            self._hooks.setdefault(child, []).append(make)
         self.hook(self._hooks)
         guard(module.modules())
         tables = [table for child in module.modules() for table in (child._parameters, child._modules)]
@@ -264,7 +258,6 @@ def wrap(
         owner = owner_of(param)
         if owner is not None and not isinstance(owner.unit, DeferredParam):
             raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
-    before_messages(read_now)
     prepare(module, device)
     plans = plan_module(module, groups, world.size, settings, numerics.formats.alignment)
     table = agree_on_units(plans, world)
@@ -428,26 +421,6 @@ def _reads(
         follow = FrozenUnits(frozen[child], trained, prefetcher) if child in frozen else None
         reads[child] = needed, follow
     return reads
-
-
-def _read_unnoticed(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters below modules that a hook of ours would change: compiled ones, and one that asks for hooks."""
-    kinds = [each for each in module.modules() if is_compiled(each) or isinstance(each, nn.TransformerEncoderLayer)]
-    return {param for each in kinds for param in each.parameters()}
-
-
-def _awaited(module: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[Unit, ...]]:
-    """For each module that reads some of these units what it must wait for; one that is compiled, all below it."""
-    wanted = {param: unit for unit in units for param in unit.params}
-    found: dict[nn.Module, list[Unit]] = {}
-    for unit in units:
-        found.setdefault(module.get_submodule(unit.plan.anchor), []).append(unit)
-    for child in module.modules():
-        # Compiled code asks what its parameters are before anything in it runs.
-        for param in child.parameters(recurse=is_compiled(child)):
-            if param in wanted:
-                found.setdefault(child, []).append(wanted[param])
-    return {child: tuple({unit.index: unit for unit in read}.values()) for child, read in found.items()}
 
 
 def _adopt_buffers(module: nn.Module, device: torch.device, peers: Axis, dtype: torch.dtype | None) -> None:

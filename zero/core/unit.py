@@ -21,15 +21,13 @@ from zero.core import comm
 from zero.core.gathering import Gathering, Policy, exactly
 from zero.core.gradients import GradientDtypes, Gradients
 from zero.core.initial_values import initial_values, share_equal, share_quant_state
+from zero.core.late_gather import LateGather
 from zero.core.mesh import Mesh
 from zero.core.owner import Owner
 from zero.core.param_buffer import ParamBuffer, State
-from zero.core.released import absent
 from zero.core.shard import Shard
 from zero.core.torch_private import untransformed
-from zero.log import logger
 from zero.memory.state_placement import StatePlacement
-from zero.memory.streams import current_stream, record_event
 from zero.plan.layout import Span
 from zero.plan.units import UnitPlan
 
@@ -45,7 +43,7 @@ class ShardedParams:
     edited:     indices of the parameters that such readers will write back, one entry for each reader;
     persistent: they stay full between uses although they are cut, until the optimizer's step outdates the full copy;
     on_read:    called when they are read while they are released; makes them full and returns True, or False;
-    awaited:    modules that read them wait for them, so that the gather behind a step may stay in flight.
+    late:       whether the gather behind a step may stay in flight.
     """
 
     def __init__(
@@ -71,8 +69,7 @@ class ShardedParams:
         self.on_read: Callable[[ShardedParams], bool] | None = None
         self._source = self.gathering  # of what is in the full buffer, or on its way there
         self._transfer: Any = None  # in flight; has `wait`
-        self._loop: Any = None  # the stream that took the step behind which this comes
-        self.awaited = False
+        self.late = LateGather(buffer)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -212,13 +209,13 @@ class ShardedParams:
 
     def take_writes(self) -> None:
         """Where parameters are not resharded: take what users have written into them in place as their exact values."""
-        if not self.resharded:
-            if self.state is State.AWAY:
-                if self.shard.master is not None:
-                    raise self.absence()
-                return
+        if self.resharded:
+            return
+        if self.state is not State.AWAY:
             self.wait()  # for an update that still runs
             self.shard.take_writes()
+        elif self.shard.master is not None:
+            raise self.absence()
 
     def snapshot(self, index: int) -> torch.Tensor | None:
         """What this rank's shard says of parameter `index` now, for `overwrite` to tell later what has changed."""
@@ -257,12 +254,7 @@ class ShardedParams:
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()
-        loop, self._loop = self._loop, None
-        device = self.buffer.full.device
-        if loop is not None and loop != current_stream(device):
-            # Only this stream waits, but the loop's may read as soon as the parameters look full.
-            loop.wait_event(record_event(device))
-            self.awaited = False  # other streams may read without being noticed, too: all is there behind a step
+        self.late.received()
 
     @untransformed
     def _release(self, keep_if_referenced: bool) -> None:
@@ -305,7 +297,6 @@ class Unit(ShardedParams):
         self.optimizer: Callable[[], Any] = lambda: None  # until one is bound
         self.engine: Callable[[], Any] = lambda: None
         self.left_by: Any = None
-        self._lent = False
 
     @property
     def span(self) -> Span:
@@ -367,20 +358,11 @@ class Unit(ShardedParams):
             return RuntimeError(f"the states of {self.buffer.name} are offloaded; call engine.reload_states() first")
         return super().absence()
 
-    def leave_coming(self) -> None:
-        """Leave the gather behind a step in flight: until its end the parameters look released, so readers wait for it.
-
-        Two kinds of readers would not be noticed, and get the values now: views of the memory that somebody has kept,
-        and what knows addresses (`awaited` is False then).
-        """
-        if self.resharded or self.shard.pending is not None:
-            return  # they look released already
-        with self.buffer.lock:
-            if self.awaited and not self._lent and self.state is State.GATHERING:
-                self._loop = current_stream(self.buffer.full.device)
-                self.buffer.look_released()
-                return
-        self.wait()
+    def step_ends(self) -> None:
+        """The gather behind a step has begun: wait for it, unless whoever reads the parameters will."""
+        looks_released = self.resharded or self.shard.pending is not None
+        if not (looks_released or self.late.step_ends()):
+            self.wait()
 
     def wait_sent(self) -> None:
         """Wait until the other ranks have received what the last update sent."""
@@ -404,7 +386,7 @@ class Unit(ShardedParams):
             self.take_writes()
             self.buffer.outdate()
             with self.buffer.lock:
-                self._lent = self.buffer.lent  # asked before a message holds the memory, too
+                self.late.step_begins()
                 self.buffer.move("invalidate")
 
     def offload(self) -> None:
@@ -417,11 +399,6 @@ class Unit(ShardedParams):
         self.take_writes()
         with self.buffer.lock:
             self.buffer.offload()
-
-    def reload(self) -> None:
-        """The storages hold the values of `offload` again."""
-        with self.buffer.lock:
-            self.buffer.reload()
 
     def write_exact(self, start: int, values: torch.Tensor) -> None:
         """Replace the exact values from element `start` of the shard on by `values`, fp32 [k], and their roundings."""
@@ -437,7 +414,7 @@ class Unit(ShardedParams):
     def dissolve(self, alone: bool = False) -> None:
         """Give every parameter storage of its own again, with its current value, and forget the flat buffers.
 
-        `alone`: without the other ranks. What only they hold of cut parameters becomes NaN (0 in dtypes without one).
+        `alone`: without the other ranks. What only they hold, or have not sent, becomes NaN (0 in dtypes without one).
         """
         if alone:
             self._stand_alone()
@@ -452,16 +429,13 @@ class Unit(ShardedParams):
 
     def _stand_alone(self) -> None:
         """Become readable with what is on this rank; messages in flight are not waited for."""
-        self._transfer = None
+        transfer, self._transfer = self._transfer, None
         with self.buffer.lock:
             if self.state in (State.SHARDED, State.REQUESTED):
                 self.buffer.allocate()
-                full = self.buffer.full
-                full.copy_(absent(full.shape, full.dtype, full.device))
-                try:
-                    self.shard.fill()
-                except (OSError, RuntimeError) as error:
-                    logger.warning("the own part of %s could not be read either: %s", self.buffer.name, error)
+                self.shard.fill_alone()
+            elif self.state is State.GATHERING and not (transfer is None or transfer.done):
+                self.shard.fill_alone()  # it has old values and new ones
         if self.state not in (State.FULL, State.CONCEALED):
             self.complete()
         self.wait()

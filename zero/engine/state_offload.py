@@ -100,7 +100,7 @@ class StateOffload:
             _bytes(storage).copy_(host, non_blocking=non_blocking)
         for unit in self._sharded.units:
             if unit.state is State.AWAY:
-                unit.reload()
+                unit.buffer.reload()
         self._optimizer.away = False
 
     def _storages(self, names: Collection[str]) -> Iterator[torch.UntypedStorage]:

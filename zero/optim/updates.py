@@ -63,7 +63,7 @@ class UnitUpdater:
         self._submitted: list[Unit] = []  # in the last step
         self.threaded = any(unit.shard.placement.state_offloaded and not unit.shard.placement.queued for unit in units)
         # They send behind a step, perhaps when the program has destroyed the groups, which are to live for that.
-        late = [unit for unit in units if self.threaded or unit.awaited or unit.persistent]
+        late = [unit for unit in units if self.threaded or unit.late.awaited or unit.persistent]
         axes = [axis for unit in late for axis in (unit.mesh.shard, unit.mesh.across)]
         self._groups = [axis.group for axis in axes if axis is not None]
         if self._groups:
@@ -101,7 +101,7 @@ class UnitUpdater:
         for unit in self._units:
             if unit.stays_full and unit.index not in sent:
                 unit.gather()
-                unit.leave_coming()
+                unit.step_ends()
 
     def bring_ahead(self) -> None:
         """Copy the state of the units that the next step updates first to the device; nothing is updated."""
