@@ -1,4 +1,4 @@
-"""Which micro-batches make up one optimizer step, and when their gradients travel."""
+"""The micro-batches of one optimizer step, and when their gradients are reduced."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(enum.Enum):
 
 
 class Running(enum.Enum):
-    """How far the running micro-batch is. TOLD: its boundary was set by hand since its first forward."""
+    """The progress of the running micro-batch. TOLD: its boundary was set by hand since its first forward."""
 
     NEW = "no forward has begun"
     BEGUN = "a forward has begun"

@@ -1,4 +1,4 @@
-"""Whether what the ranks hold in common is still the same on all of them, bit by bit.
+"""Compares the values that several ranks hold, bit by bit.
 
 Compared are: parameters that are not resharded; where nothing is cut (stage 0), masters and moments too; the module's
 buffers; hyperparameters and the loss scale. What is cut is compared between replicas of it (HSDP), unit by unit. What
@@ -160,7 +160,7 @@ class Replicas:
         return LabelledHashes(unit.plan.name, labels, torch.cat(hashes), self._holders(unit.mesh, whole=True))
 
     def _of_shards(self) -> Iterator[LabelledHashes]:
-        """What is cut and repeated: for each mesh a hash of each unit, of whose parts different ranks have one each."""
+        """Shards that are repeated: for each mesh a hash of each unit, of whose parts different ranks have one each."""
         for mesh in {id(unit.mesh): unit.mesh for unit in self._sharded.units}.values():
             among = self._holders(mesh)
             if mesh.shard.size > 1 and len(among) > 1:
@@ -224,7 +224,7 @@ def _hashes(inside: Sequence[Fragment], held: Span, tensor: torch.Tensor) -> tor
 
 
 def _parties(values: Sequence[int], ranks: Sequence[int]) -> str:
-    """Who is alone with what it holds, in words."""
+    """The ranks that are alone with their values, in words."""
     holders: dict[int, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)

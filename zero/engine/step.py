@@ -6,7 +6,7 @@ backward    the loss is scaled; hooks gather the parameters again; gradients are
 step        before the boundary the micro-batch is counted, and that is all; at the boundary:
             1. the replicas are compared, every `zero.check_replicas` steps
             2. the optimizer: what was not reduced yet, the global norm, overflow, clipping, the update of each
-               unit, the gather of parameters that stay gathered, the loss scale
+               unit, the gather of parameters that stay gathered, which may still run, the loss scale
                or nothing of it but the norm, where the alarm says so
             3. the counters, the profiles
             4. what came of it (`TrainingStep._conclude`): the ranks' reports, which came with the norm: losses that are
@@ -232,11 +232,11 @@ class TrainingStep:
         return self.scaled(loss, 1, weight)
 
     def weight_of(self, tokens: float | torch.Tensor | None) -> Weight:
-        """What a micro-batch of a schedule weighs, whose loss is the mean over `tokens`."""
+        """The weight of a micro-batch of a schedule, whose loss is the mean over `tokens`."""
         return self._weighing.weight(tokens, "mean", False)
 
     def scaled(self, loss: torch.Tensor, times: float, weight: Weight) -> torch.Tensor:
-        """What the backward of a micro-batch begins with: see `scaled`."""
+        """The scaled loss of a micro-batch: see `scaled`."""
         reducer = self._sharded.reducer
         if not reducer.weights.needed:
             return scaled(loss, times, reducer)
@@ -292,7 +292,7 @@ class TrainingStep:
             self._accumulation.warn_of_no_step()
 
     def log_comms_summary(self, by_unit: bool = False) -> dict[str, Traffic]:
-        """What this rank has sent so far, by operation or by unit; rank 0 prints it, too.
+        """The messages that this rank has sent so far, by operation or by unit; rank 0 prints it, too.
 
         Raises RuntimeError without `comms_logger.enabled` in the JSON.
         """

@@ -50,7 +50,7 @@ class Unmatched(NamedTuple):
 class Weights:
     """State dictionaries of the module, on every stage. All methods are collectives.
 
-    updates: what has changed of the weights.
+    updates: the weights that changed since a given step.
     """
 
     def __init__(self, config: Config, sharded: ShardedModule, status: Status, device: torch.device) -> None:
@@ -310,7 +310,7 @@ def _is_frozen(value: Any) -> bool:
 
 
 def _problem(work: Callable[[], Any]) -> str | None:
-    """What went wrong, if anything."""
+    """The error of `work`, as text; None without one."""
     try:
         work()
     except Exception as error:

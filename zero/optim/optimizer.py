@@ -114,7 +114,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def host_threads(self) -> int:
-        """How many threads the host's updates use; 0 if the host updates nothing."""
+        """The number of threads of the host's updates; 0 if the host updates nothing."""
         return self._updater.threads if self._updater is not None else 0
 
     def settle(self) -> None:
@@ -168,7 +168,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def weight_unit(self) -> float:
-        """What the weights of the next losses are divided by; see `LossScaler.weigh`."""
+        """The divisor of the weights of the next losses; see `LossScaler.weigh`."""
         if self.loss_scaler.unit is not None:
             self.conclude()
         return self.loss_scaler.unit or 1.0
@@ -385,7 +385,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _repeats(self) -> int:
-        """How many ranks have the same micro-batches, and gradients that are not added up."""
+        """The number of ranks that have the same micro-batches, and gradients that are not added up."""
         return self._sharded.world.size // self._sharded.meshes.sizes[1]
 
     def _take(self, numbers: Numbers) -> None:
