@@ -20,7 +20,6 @@ call of `step`, and so before the next update: rates and loss scales are those o
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import inspect
@@ -38,6 +37,7 @@ from zero.core.access import GatheredParameters
 from zero.core.hooks import as_forward
 from zero.core.micro_batches import Weighing, Weight
 from zero.core.sharded_module import ShardedModule
+from zero.core.weak import before_exit, while_alive
 from zero.engine.accumulation import Accumulation
 from zero.engine.alarm import Alarms
 from zero.engine.checkpoint.save import CheckpointSaver
@@ -111,7 +111,7 @@ class TrainingStep:
         if forms.sharing is not None:
             sharded.reducer.on_flush.append(forms.sharing.ended)
         if optimizer is not None:
-            _conclude_at_exit(self)
+            before_exit(self, while_alive(self.conclude))  # a program may ask for nothing more
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model.
@@ -406,19 +406,6 @@ class TrainingStep:
         self.record.clear(done=False)
         if self.forms.sharing is not None:
             self.forms.sharing.ended()
-
-
-def _conclude_at_exit(training: TrainingStep) -> None:
-    """At the end of a program that asks for nothing more, report its last step."""
-    this = weakref.ref(training)
-
-    def conclude() -> None:
-        left = this()
-        if left is not None and getattr(sys, "last_value", None) is None:
-            left.conclude()
-
-    atexit.register(conclude)
-    weakref.finalize(training, atexit.unregister, conclude).atexit = False
 
 
 def _knows_synced_gpus(module: nn.Module, generate: Callable[..., Any]) -> bool:

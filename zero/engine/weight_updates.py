@@ -35,7 +35,7 @@ class WeightUpdates:
             self._begin()
 
     def weight_updates(self, since: int | None = None, *, rank0_only: bool = False) -> Iterator[WeightUpdate]:
-        """Yield the weights that changed since step `since`, unit by unit: with them the weights of then are those of now.
+        """Yield the weights that changed since step `since`, unit by unit: those alone make the weights of then new.
 
         since: `engine.global_steps` at an earlier call, of which the last four are known, or, with `zero.track_updates`
                in the JSON, at the start; None: all weights. The first call begins to mark what changes, a bit for each

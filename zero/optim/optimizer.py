@@ -303,7 +303,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         flags |= RankFlags.BACKWARD if sharded.reducer.weights.counts else RankFlags(0)
         report = report._replace(flags=report.flags | flags)
         outcome = self._outcome(report, more)
-        flags = flags_of(report, sharded.world) if defers else _flags(outcome.numbers.reports)
+        known = None if defers else {rank: each.flags for rank, each in outcome.numbers.reports.items()}
+        flags = flags_of(report, sharded.world) if known is None else known
         if ranks := [rank for rank, each in flags.items() if RankFlags.GATHERED_PARAMETERS in each]:
             there = f"{ranks_text(ranks)}{f'; here {held}' if held else ''}"
             raise HeldOpen(f"step() while GatheredParameters holds parameters open ({there}); step outside of it")
@@ -426,10 +427,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._updating = True
         self._updater.run(self.param_groups, factor, unclipped)
         self._updating = False
-
-
-def _flags(reports: Mapping[int, RankReport]) -> dict[int, RankFlags]:
-    return {rank: report.flags for rank, report in reports.items()}
 
 
 def _refusal(ours: weakref.ref[ZeroOptimizer]) -> Callable[..., None]:

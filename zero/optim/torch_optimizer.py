@@ -77,10 +77,8 @@ class TorchStates(ShardStates):
 
     def _trial(self, device: torch.device, group: Group) -> dict[str, Any]:
         """The state of the class after a step on three temporary elements."""
-        leaf = nn.Parameter(torch.zeros(3, dtype=torch.float32, device=device))
+        leaf, trial = self._made(torch.zeros(3, device=device), group)
         leaf.grad = torch.zeros_like(leaf)
-        trial = self._kind([leaf], **self._params)
-        trial.param_groups[0].update(_hyperparameters(group))
         trial.step()
         return {key: value for key, value in trial.state[leaf].items() if value is not None}
 
@@ -147,9 +145,14 @@ class TorchStates(ShardStates):
     def instance(self, unit: Unit, group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:
         """The unit's optimizer and the parameter that it updates, with the current hyperparameters."""
         if unit.index not in self._inner:
-            leaf = nn.Parameter(unit.shard.master.tensor)
-            self._inner[unit.index] = (leaf, self._kind([leaf], **self._params))
+            self._inner[unit.index] = self._made(unit.shard.master.tensor, group)
         leaf, inner = self._inner[unit.index]
+        inner.param_groups[0].update(_hyperparameters(group))
+        return leaf, inner
+
+    def _made(self, values: torch.Tensor, group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        leaf = nn.Parameter(values)
+        inner = self._kind([leaf], **self._params)
         inner.param_groups[0].update(_hyperparameters(group))
         return leaf, inner
 
@@ -179,10 +182,7 @@ class TorchStates(ShardStates):
 
     def _first(self, values: torch.Tensor, group: Group) -> dict[str, Any]:
         """The initial state for `values` [n]; zeros for the states of a class that is not torch's."""
-        leaf = nn.Parameter(values)
-        inner = self._kind([leaf], **self._params)
-        inner.param_groups[0].update(_hyperparameters(group))
-        begun = self._begun(leaf, inner)
+        begun = self._begun(*self._made(values, group))
         if begun is not None:
             return begun
         trial = self._trial(values.device, group)

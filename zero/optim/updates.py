@@ -8,11 +8,9 @@ preceding backward. The numbers are those of a step without overlap.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import os
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ import torch
 
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
+from zero.core.weak import before_exit
 from zero.kernels.marks import mark
 from zero.log import logger
 from zero.memory.available import host_threads
@@ -223,11 +222,8 @@ def send_before_exit(units: Sequence[Unit], groups: list[Any]) -> None:
     process groups may go then: `groups` is emptied.
     """
     refs = [weakref.ref(unit) for unit in units]
-    owner = os.getpid()
 
     def send() -> None:
-        if owner != os.getpid() or getattr(sys, "last_value", None) is not None:
-            return
         for unit in filter(None, (ref() for ref in refs)):
             try:
                 unit.wait_sent()
@@ -235,5 +231,4 @@ def send_before_exit(units: Sequence[Unit], groups: list[Any]) -> None:
                 break  # other ranks are gone, or the update has failed: no rank waits for us
         groups.clear()
 
-    atexit.register(send)
-    weakref.finalize(units[0], atexit.unregister, send).atexit = False
+    before_exit(units[0], send)
