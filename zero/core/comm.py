@@ -33,7 +33,7 @@ from zero.watchdog.watchdog import Watchdog
 
 # Elements per message of a reduction: the sum of one piece overlaps the arrival of the next. Smaller messages cost more
 # than that saves: while the loop sends one, gloo's thread spins on the lock of the pair.
-PIECE = 64_000 * WIRE_RECORD  # where elements have 8 bits: bytes, of whole records
+PIECE = 64_000 * WIRE_RECORD  # where elements have 8 bits: bytes, of whole groups of blocks (zero/kernels/wire.py)
 
 # Our messages must not meet those that a user sends with small tags of their own.
 FIRST_TAG = 1 << 20

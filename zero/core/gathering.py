@@ -153,16 +153,17 @@ class SecondaryGathering(Gathering):
 
 
 class Decoding(NamedTuple):
-    """A gather of 8 bits in flight, and the full buffer that it is decoded into."""
+    """A gather of 8 bits in flight, a part from each rank, and the full buffer that it is decoded into."""
 
     transfer: Transfer
     full: torch.Tensor
+    parts: int
     done = False  # what is here is still to be decoded
 
     def wait(self) -> None:
         """See `Transfer.wait`."""
         self.transfer.wait()
-        decode(self.transfer.full, self.full)
+        decode(self.transfer.full, self.full, self.parts)
 
 
 class QuantizedGathering(Gathering):
@@ -195,12 +196,12 @@ class QuantizedGathering(Gathering):
 
     def begin(self, room: torch.Tensor) -> Decoding:
         """See `Gathering.begin`."""
+        axis = self._mesh.shard
         if self._secondary is not None:
             self.publish()
-            return Decoding(self._secondary.gather(room, self._tag), self._buffer.full)
-        axis = self._mesh.shard
+            return Decoding(self._secondary.gather(room, self._tag), self._buffer.full, axis.size)
         room.chunk(axis.size)[axis.rank].copy_(self._message)
-        return Decoding(comm.gather(room, axis, self._tag), self._buffer.full)
+        return Decoding(comm.gather(room, axis, self._tag), self._buffer.full, axis.size)
 
     def invalidate(self) -> None:
         """See `Gathering.invalidate`."""
