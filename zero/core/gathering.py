@@ -123,16 +123,13 @@ class SecondaryGathering(Gathering):
 
     @property
     def nbytes(self) -> int:
-        """See `Gathering.nbytes`."""
         return self._secondary.values.nbytes
 
     def begin(self, room: torch.Tensor) -> Transfer:
-        """See `Gathering.begin`."""
         self.publish()
         return self._secondary.gather(room, self._tag)
 
     def invalidate(self) -> None:
-        """See `Gathering.invalidate`."""
         self._secondary.invalidate()
 
     def publish(self) -> None:
@@ -148,7 +145,6 @@ class SecondaryGathering(Gathering):
             store.write_back(changed=False)
 
     def refresh_from_full(self) -> None:
-        """See `Gathering.refresh_from_full`."""
         self._secondary.copy_from(self._buffer.full)
 
 
@@ -161,7 +157,6 @@ class Decoding(NamedTuple):
     done = False  # what is here is still to be decoded
 
     def wait(self) -> None:
-        """See `Transfer.wait`."""
         self.transfer.wait()
         decode(self.transfer.full, self.full, self.parts)
 
@@ -186,7 +181,6 @@ class QuantizedGathering(Gathering):
 
     @property
     def nbytes(self) -> int:
-        """See `Gathering.nbytes`."""
         return self._message.nbytes + (0 if self._secondary is None else self._secondary.values.nbytes)
 
     def room(self) -> torch.Tensor:
@@ -195,7 +189,6 @@ class QuantizedGathering(Gathering):
         return self._messages()
 
     def begin(self, room: torch.Tensor) -> Decoding:
-        """See `Gathering.begin`."""
         axis = self._mesh.shard
         if self._secondary is not None:
             self.publish()
@@ -204,28 +197,23 @@ class QuantizedGathering(Gathering):
         return Decoding(comm.gather(room, axis, self._tag), self._buffer.full, axis.size)
 
     def invalidate(self) -> None:
-        """See `Gathering.invalidate`."""
         self._encoded = False
         if self._secondary is not None:
             self._secondary.invalidate()
 
     def encode(self) -> None:
-        """See `Gathering.encode`."""
         self._message.copy_(encode(self._shard.master.values()))
         self._encoded = True
 
     def publish(self) -> None:
-        """See `SecondaryGathering.publish`."""
         if self._secondary is not None and not self._secondary.fresh:
             self._encode_if_old()
             self._secondary.send(self._message, self._tag)
 
     def decoded_shard(self) -> torch.Tensor:
-        """See `Gathering.decoded_shard`."""
         return decode(self._message, torch.empty_like(self._shard.own_part()))
 
     def refresh_from_full(self) -> None:
-        """See `Gathering.refresh_from_full`."""
         self.invalidate()
 
     def _encode_if_old(self) -> None:

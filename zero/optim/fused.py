@@ -39,7 +39,6 @@ class FusedShardOptimizer(ShardOptimizer):
         self.states = FusedStates(self._formula, formats_of(kind, params, compute_dtype))
 
     def check(self, group: Group) -> None:
-        """See `ShardOptimizer.check`."""
         self._formula(group)
 
     def update(
@@ -73,7 +72,6 @@ class FusedShardOptimizer(ShardOptimizer):
         return ((formula, *run) for run in states.runs)
 
     def take_back(self, units: Iterable[Unit]) -> None:
-        """See `ShardOptimizer.take_back`."""
         for unit in units:
             self.states.count(unit, -1)
 

@@ -43,7 +43,6 @@ class FusedStates(ShardStates):
         self._states: dict[int, States] = {}
 
     def begin(self, unit: Unit, group: Group) -> None:
-        """See `ShardStates.begin`."""
         self.of(unit, group)
 
     def of(self, unit: Unit, group: Group) -> States:
@@ -88,27 +87,22 @@ class FusedStates(ShardStates):
                     yield f"a scale of {name}", span, moment.scales
 
     def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """See `ShardStates.keys`."""
         return self._formula(group).state_names, ("step",)
 
     def number(self, unit: Unit, group: Group, key: str) -> float:
-        """See `ShardStates.number`."""
         _conclude(unit)
         return self.of(unit, group).steps
 
     def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
-        """See `ShardStates.set_number`."""
         _conclude(unit)
         self._states[unit.index] = self.of(unit, group)._replace(steps=int(value))
 
     def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
-        """See `ShardStates.read`."""
         with unit.shard.acquired():
             moment, signed = self._moment(unit, group, key, part)
             return moment.decode(signed)[: part.numel].clone()
 
     def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
-        """See `ShardStates.write`."""
         with unit.shard.acquired(changed=True):
             moment, signed = self._moment(unit, group, key, part)
             padded = moment.values.new_zeros(moment.numel, dtype=torch.float32)
@@ -116,12 +110,10 @@ class FusedStates(ShardStates):
             moment.write(padded, signed)
 
     def kept(self, unit: Unit, group: Group, part: Fragment, make: Collection[str] = ()) -> dict[str, Kept]:
-        """See `ShardStates.kept`."""
         names = self._formula(group).state_names
         return {key: Kept(*self._moment(unit, group, key, part)) for key in names}
 
     def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
-        """See `ShardStates.restart`."""
         if part is None:
             states, signs = self.of(unit, group), self._formula(group).signed
             pairs = [pair for _, moments in states.runs for pair in zip(moments, signs, strict=True)]
@@ -143,7 +135,6 @@ class FusedStates(ShardStates):
         raise RuntimeError(f"unit '{unit.plan.name}' has no state for element {part.at} of its shard")
 
     def forget(self) -> None:
-        """See `ShardStates.forget`."""
         self._states.clear()
 
 

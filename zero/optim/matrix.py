@@ -59,7 +59,6 @@ class MatrixStates(FusedStates):
         self._known: dict[int, list[SharedMatrix]] = {}  # by unit
 
     def rows(self, unit: Unit, group: Group, load: bool = False) -> Iterator[Rows]:
-        """See `ShardStates.rows`."""
         if not uses_muon(group) or group.get("beta2") is None:
             return
         self.loaded, mesh = self.loaded or load, unit.mesh
@@ -72,12 +71,10 @@ class MatrixStates(FusedStates):
                 yield Rows(each.param, matrix.start // matrix.cols, each.rows, self.by_matrix[matrix.name])
 
     def nbytes(self, unit: Unit, group: Group) -> int:
-        """See `ShardStates.nbytes`."""
         means = (self.by_matrix.get(each.matrix.name) for each in self.matrices(unit)) if uses_muon(group) else ()
         return super().nbytes(unit, group) + sum(each.nbytes for each in means if each is not None)
 
     def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
-        """See `ShardStates.restart`."""
         super().restart(unit, group, part)
         for each in self.matrices(unit) if uses_muon(group) else ():
             self.by_matrix.pop(each.matrix.name, None)

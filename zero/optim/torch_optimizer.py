@@ -62,7 +62,6 @@ class TorchStates(ShardStates):
         return sum(each.nbytes // 3 * numel if each.shape == (3,) else each.nbytes for each in tensors)
 
     def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
-        """See `ShardStates.tensors`."""
         if unit.index in self._inner:
             leaf, inner = self._inner[unit.index]
             for name, value in inner.state[leaf].items():
@@ -83,14 +82,12 @@ class TorchStates(ShardStates):
         return {key: value for key, value in trial.state[leaf].items() if value is not None}
 
     def number(self, unit: Unit, group: Group, key: str) -> float:
-        """See `ShardStates.number`."""
         unit.shard.settle()
         value = self._state(unit, group).get(key, 0)
         value = value.item() if isinstance(value, torch.Tensor) else value
         return int(value) if key == "step" else value
 
     def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
-        """See `ShardStates.set_number`."""
         unit.shard.settle()
         state = self._state(unit, group)
         if isinstance(state.get(key), torch.Tensor):
@@ -99,7 +96,6 @@ class TorchStates(ShardStates):
             state[key] = int(value) if key == "step" else value
 
     def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
-        """See `ShardStates.read`."""
         unit.shard.settle()
         kept = self._state(unit, group).get(key)
         if kept is None:  # made in the first step, from zeros; making it now could change that step
@@ -107,7 +103,6 @@ class TorchStates(ShardStates):
         return kept.narrow(0, part.at, part.numel).to(torch.float32, copy=True)
 
     def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
-        """See `ShardStates.write`."""
         unit.shard.settle()
         state = self._state(unit, group)
         if state.get(key) is None:
@@ -115,7 +110,6 @@ class TorchStates(ShardStates):
         state[key].narrow(0, part.at, part.numel).copy_(values)
 
     def kept(self, unit: Unit, group: Group, part: Fragment, make: Collection[str] = ()) -> dict[str, Kept]:
-        """See `ShardStates.kept`."""
         leaf, inner = self.instance(unit, group) if make else self._inner.get(unit.index, (None, None))
         state = inner.state[leaf] if inner is not None else {}
         if make and not state:
@@ -128,7 +122,6 @@ class TorchStates(ShardStates):
         return {key: Kept(Moment(value.narrow(0, part.at, part.numel)), True) for key, value in wide.items()}
 
     def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
-        """See `ShardStates.restart`."""
         if part is None:
             self._inner.pop(unit.index, None)
             return
@@ -139,7 +132,6 @@ class TorchStates(ShardStates):
                 moment.values.copy_(value[:1].expand(part.numel)) if value is not None else moment.values.zero_()
 
     def forget(self) -> None:
-        """See `ShardStates.forget`."""
         self._inner.clear()
 
     def instance(self, unit: Unit, group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:
