@@ -48,6 +48,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     the outcome when it is asked for, or at the next step (`conclude`).
 
     average: the factor from sums of gradients to the averaged, unscaled ones of the last step; None if it was skipped.
+    states: what `shard_optimizer` keeps of each unit.
     whole_step: the engine's `step()`, which `step()` here calls; set by the engine. client: the optimizer that the
     script passed, whose own `step()` raises as long as the engine exists.
     """
