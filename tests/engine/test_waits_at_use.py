@@ -9,6 +9,7 @@ import copy
 import ctypes
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from scenario import settings
 from torch import nn
 
 import zero
+from zero.core import comm, late_gather
 from zero.core.param_buffer import State
 from zero.core.unit import Unit
 
@@ -187,3 +189,38 @@ def test_a_forked_process_and_one_without_the_engine_have_new_values():
     del late
     assert all(type(param) is nn.Parameter for param in model.parameters())
     assert all(map(torch.equal, values(whole.module), values(model)))
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_is_left_alone_has_no_values_of_two_steps():
+    late = trained(2)
+    unit = next(unit for unit in late._sharded.units if unit.plan.name == "blocks.1")
+    own = unit.shard.values.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm.Transfer, "done", property(lambda transfer: False))
+        unit.dissolve(alone=True)
+    for index, param in enumerate(unit.params):
+        flat, part = param.detach().flatten(), unit.shard.fragment(index)
+        assert torch.equal(flat.narrow(0, part.start, part.numel), own.narrow(0, part.at, part.numel))
+        assert flat.isnan().sum() == len(flat) - part.numel
+
+
+@pytest.mark.ranks(2)
+def test_a_stream_that_reads_first_has_the_loops_stream_wait_too():
+    """The next step then ends with all values, as other streams may read without being noticed."""
+    engine = trained(2)
+    waited: list[str] = []
+    loop, side = SimpleNamespace(wait_event=waited.append), SimpleNamespace()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(late_gather, "record_event", lambda device: "what the side stream has queued")
+        patch.setattr(late_gather, "current_stream", lambda device: loop)
+        train(engine, 1)
+        weight = engine.module.blocks[2].up.weight
+        patch.setattr(late_gather, "current_stream", lambda device: side)
+        weight.sum()
+        assert waited == ["what the side stream has queued"]
+        patch.setattr(late_gather, "current_stream", lambda device: loop)
+        train(engine, 2)
+        engine.module.blocks[0].up.weight.sum()
+    assert len(waited) == 1
+    assert coming(engine) == ["<root>", "blocks.1"]
