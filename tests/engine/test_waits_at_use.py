@@ -224,3 +224,11 @@ def test_a_stream_that_reads_first_has_the_loops_stream_wait_too():
         engine.module.blocks[0].up.weight.sum()
     assert len(waited) == 1
     assert coming(engine) == ["<root>", "blocks.1"]
+
+
+@pytest.mark.ranks(2)
+def test_share_memory_behind_a_step_shares():
+    """It is a conversion that changes no value; what is on its way takes part."""
+    late = trained(2)
+    assert late.module.share_memory() is late.module
+    assert all(param.is_shared() for param in late.module.parameters())

@@ -191,11 +191,15 @@ class ShardedParams:
                 self.buffer.look_released()
                 self.buffer.move("conceal")
 
+    @property
+    def coming(self) -> bool:
+        """Whether a read only has to wait, for an update that runs and what a step has sent: no rank need do more."""
+        sent = self.persistent and (self.shard.pending is not None or self.state is State.GATHERING)
+        return sent or (not self.resharded and self.state is not State.AWAY)
+
     def ensure_gathered(self) -> bool:
         """Make the parameters readable for an immediate read; False if that is not possible."""
-        # For an update that runs, and what it sends; other ranks need do nothing for it.
-        coming = self.persistent and (self.shard.pending is not None or self.state is State.GATHERING)
-        if coming or (not self.resharded and self.state is not State.AWAY):
+        if self.coming:
             self.wait()
         return self.state is State.FULL or (self.on_read is not None and self.on_read(self))
 
