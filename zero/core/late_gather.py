@@ -25,7 +25,7 @@ class LateGather:
 
     def step_begins(self) -> None:
         """The parameters are about to be outdated: see who has views of them, before a message has one, too."""
-        self._lent = self._buffer.lent
+        self._lent = self.awaited and self._buffer.lent
 
     def step_ends(self) -> bool:
         """Have the parameters look released until their gather has ended; False where it must be waited for now."""
