@@ -46,6 +46,16 @@ STEPS_OF_CORE = {"zero.core": 0} | {
     for number, names in {
         0: "torch_private state",
         1: "world tensors tree leaf kinds micro_batches replaced_forward",
+        2: "p2p mesh released",
+        3: "comm",
+    }.items()
+    for name in names.split()
+}
+STEPS_OF_CORE = {"zero.core": 0} | {
+    f"zero.core.{name}": number
+    for number, names in {
+        0: "torch_private state",
+        1: "world tensors tree leaf kinds micro_batches replaced_forward",
         2: "comm mesh released",
         3: "agree accumulator master param_buffer owner",
         4: "reduction shard initial_values unit_table",
