@@ -58,7 +58,7 @@ def initial_values(
 
 
 @torch.no_grad()
-def share_beside(params: Sequence[nn.Parameter], axis: Axis, label: str) -> None:
+def share_with_peers(params: Sequence[nn.Parameter], axis: Axis, label: str) -> None:
     """Take from rank 0 what is beside the values of those that are quantised, in one message; collective."""
     tensors = [each for param in params for each in beside(param)]
     if not tensors or axis.size == 1:

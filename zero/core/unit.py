@@ -14,7 +14,7 @@ from torch import nn
 
 from zero.core.gathering import make_gathering
 from zero.core.gradients import GradientDtypes, Gradients
-from zero.core.initial_values import initial_values, share_beside, share_equal
+from zero.core.initial_values import initial_values, share_equal, share_with_peers
 from zero.core.mesh import Mesh
 from zero.core.owner import Owner
 from zero.core.param_buffer import ParamBuffer
@@ -80,8 +80,8 @@ class Unit(ShardedParams):
         `quantized`: from now on parameters are gathered in 8 bits.
         """
         trained = self.plan.requires_grad
-        share_beside(self.params, self.mesh.data, self.plan.name)
-        share_equal(self.params, self.plan, self.mesh.beside)
+        share_with_peers(self.params, self.mesh.data, self.plan.name)
+        share_equal(self.params, self.plan, self.mesh.peers)
         full, master = initial_values(self.params, self.plan, self.mesh, self.shard.window, dtype, device, remainder)
         self.buffer.adopt(full)
         self.shard.adopt(trained, master)

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from zero.compat.bitsandbytes import Int8, format_of
 from zero.core import comm
-from zero.core.initial_values import share_beside, share_equal
+from zero.core.initial_values import share_equal, share_with_peers
 from zero.core.mesh import Mesh
 from zero.core.owner import Owner, axes_of, cut_of, placed_as
 from zero.core.param_buffer import ParamBuffer
@@ -163,10 +163,10 @@ class DeferredParam(ShardedParams):
             self.on_read = on_read
         self.plan = self.buffer.plan = _plan(param, name, mesh)
         if mesh.data.rank == 0:
-            share_equal([param], self.plan, mesh.beside)
+            share_equal([param], self.plan, mesh.peers)
         self.shard.window = self.plan.layout.shard(self.mesh.shard.rank, self.mesh.shard.size)
         self.shard.values = storage.put(comm.deal(param.detach(), self.shard.window.numel, self.mesh.shard))
-        share_beside([param], self.mesh.data, self.plan.name)
+        share_with_peers([param], self.mesh.data, self.plan.name)
         self.buffer.close()
         self.release()
 
