@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from zero.memory.streams import Event
+
 
 class Transfer(Protocol):
     """Asynchronous use of a buffer: a request to a drive, or copies to a device."""
@@ -24,7 +26,7 @@ class Transfer(Protocol):
 class EventTransfer:
     """The copies of a device up to an event."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: Event) -> None:
         self._event = event
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zero.memory.streams import Event
 from zero.plan.layout import round_up
 from zero.plan.memory import LINE
 
@@ -50,7 +51,7 @@ class Store:
         With `overwrite` their values at rest are not read: the caller writes all of them, or none.
         """
 
-    def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
+    def write_back(self, changed: bool = True, after: Event | None = None) -> None:
         """End a use, and start to write the tensors if `changed`; a device reads them until the event `after`."""
 
     @property

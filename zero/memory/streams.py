@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -39,6 +39,35 @@ import torch
 def streams_of(device: torch.device) -> Any | None:
     """torch's stream module for a device; None if each call returns only when its work is complete."""
     return torch.cuda if device.type == "cuda" else None
+
+
+class Event:
+    """After all work that a stream has queued so far.
+
+    CUDA's event behind it is used again when nobody holds this any more, so that steps that repeat make none: what
+    waits on the device waits for what was recorded when the wait was queued.
+    """
+
+    _unused: ClassVar[dict[Any, list[Any]]] = {}  # by the device, and torch's class
+
+    def __init__(self, stream: Any, made_by: type) -> None:
+        self._pool = self._unused.setdefault((made_by, stream.device), [])
+        try:
+            self.recorded = self._pool.pop()
+        except IndexError:
+            self.recorded = made_by()
+        self.recorded.record(stream)
+
+    def __del__(self) -> None:
+        self._pool.append(self.recorded)
+
+    def query(self) -> bool:
+        """Whether the stream has passed it."""
+        return self.recorded.query()
+
+    def synchronize(self) -> None:
+        """Block until the stream has passed it."""
+        self.recorded.synchronize()
 
 
 class SideStream:
@@ -72,14 +101,14 @@ class SideStream:
         with self._of.stream(self._stream):
             yield
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
+    def wait(self, event: Event | None) -> None:
         """Make this stream wait for `event`, if there is one."""
         if event is not None:
-            self._stream.wait_event(event)
+            self._stream.wait_event(event.recorded)
 
-    def record_event(self) -> torch.cuda.Event | None:
+    def record_event(self) -> Event | None:
         """An event after all work queued on this stream; None without a GPU."""
-        return None if self._stream is None else self._stream.record_event()
+        return None if self._stream is None else Event(self._stream, self._of.Event)
 
     def synchronize(self) -> None:
         """Wait until all work queued on this stream is complete."""
@@ -112,16 +141,16 @@ class Streams(NamedTuple):
         return cls(*(SideStream(device) for _ in cls._fields))
 
 
-def record_event(device: torch.device) -> torch.cuda.Event | None:
+def record_event(device: torch.device) -> Event | None:
     """An event after all work that the current stream of `device` has queued; None without a GPU."""
     of = streams_of(device)
-    return None if of is None else of.current_stream(device).record_event()
+    return None if of is None else Event(of.current_stream(device), of.Event)
 
 
-def wait_event(event: torch.cuda.Event | None, device: torch.device) -> None:
+def wait_event(event: Event | None, device: torch.device) -> None:
     """Make the current stream of `device` wait for `event`, if there is one."""
     if event is not None:
-        streams_of(device).current_stream(device).wait_event(event)
+        streams_of(device).current_stream(device).wait_event(event.recorded)
 
 
 def synchronize(device: torch.device) -> None:

@@ -26,7 +26,7 @@ from zero.kernels.marks import mark
 from zero.log import logger
 from zero.memory.available import host_threads
 from zero.memory.pending_update import PendingUpdate, Waits
-from zero.memory.streams import record_event
+from zero.memory.streams import Event, record_event
 from zero.optim.shard_optimizer import Group, ShardOptimizer, Update
 from zero.optim.unit_norms import UnitNorms
 from zero.plan.memory import SLOTS
@@ -133,7 +133,7 @@ class UnitUpdater:
             unit.shard.placement.state_store.bring()
 
     @torch.no_grad()
-    def _run(self, update: Update, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def _run(self, update: Update, ready: Event | None) -> Event | None:
         """One update beside the loop; returns an event after which the device has the result."""
         unit, rank = update.unit, update.unit.mesh.data.global_rank
         if self.failure is not None:
