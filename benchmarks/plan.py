@@ -116,7 +116,7 @@ class Meter(LiveBytes):
     """
 
     def __init__(self, engine: Any) -> None:
-        self._units = [unit for unit in engine._sharded.units if unit.cut]
+        self._units = [unit for unit in engine._sharded.units if unit.resharded]
         super().__init__([unit.buffer.full for unit in self._units])
         self.most = 0
 

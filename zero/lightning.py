@@ -245,7 +245,7 @@ class ZeroStrategy(DDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around `configure_model`: at stage 3 each parameter is cut as soon as its module is complete."""
+        """Around `configure_model`: at stage 3 each parameter is resharded as soon as its module is complete."""
         with Init(config=self._config(self.lightning_module.trainer)):
             yield
 

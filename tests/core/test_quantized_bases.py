@@ -22,7 +22,7 @@ from scenario import Model, run, settings
 from torch import nn
 
 import zero
-from zero.compat.bitsandbytes import beside
+from zero.compat.bitsandbytes import quant_tensors
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: pip install bitsandbytes"
@@ -145,7 +145,10 @@ def test_bytes_are_those_of_the_format(form: str, real: bool) -> None:
     model = Net(form, real).to("cpu")
     numel, others = 2 * 2 * 2 * WIDTH * WIDTH, (2 * 2 * 4 + 1) * WIDTH * 4  # adapters, and the head
     frozen = [model.get_parameter(name) for name in packed_names(dict(model.named_parameters()))]
-    packed, more = sum(param.nbytes for param in frozen), sum(each.nbytes for param in frozen for each in beside(param))
+    packed, more = (
+        sum(param.nbytes for param in frozen),
+        sum(each.nbytes for param in frozen for each in quant_tensors(param)),
+    )
     assert packed == (numel if form == "int8" else numel // 2)
     planned = zero.estimate(
         model, settings({"stage": 3, "zero": TREE}, 2), 2, device="cpu"

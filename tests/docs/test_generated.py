@@ -24,6 +24,15 @@ def test_the_page_of_the_config_is_what_the_sections_say() -> None:
     assert "| `stage` | integer from 0 to 3 | 0 |" in written
 
 
+def test_the_classes_of_the_centre_and_the_map_are_as_the_code_has_them() -> None:
+    written = runpy.run_path(str(DOCS / "write_internals.py"))
+    there = {"internals.md": written["internals"](), "../CONTRIBUTING.md": written["contributing"]()}
+    for name, page in there.items():
+        assert (DOCS / name).read_text() == page, f"python docs/write_internals.py writes {name} anew"
+    assert "| `Unit` |" in there["internals.md"]
+    assert "param_buffer.py" in there["../CONTRIBUTING.md"]
+
+
 def test_the_figures_are_there_and_small() -> None:
     drawn = {path.name: path.stat().st_size for path in (DOCS / "figures").glob("*.svg")}
     assert set(drawn) == {"memory.svg", "mesh.svg", "plan.svg", "timeline.svg"}

@@ -44,31 +44,22 @@ FLOORS = {
 STEPS_OF_CORE = {"zero.core": 0} | {
     f"zero.core.{name}": number
     for number, names in {
-        0: "torch_private state",
+        0: "torch_private",
         1: "world tensors tree leaf kinds micro_batches replaced_forward",
         2: "p2p mesh released",
         3: "comm",
-    }.items()
-    for name in names.split()
-}
-STEPS_OF_CORE = {"zero.core": 0} | {
-    f"zero.core.{name}": number
-    for number, names in {
-        0: "torch_private state",
-        1: "world tensors tree leaf kinds micro_batches replaced_forward",
-        2: "comm mesh released",
-        3: "agree accumulator master param_buffer owner",
-        4: "reduction shard initial_values unit_table",
-        5: "gradients gathering refusals",
-        6: "mixed_precision sharded_params",
-        7: "unit init init.deferred_param",
-        8: "offload conversion finite",
-        9: "ratio prefetcher init.builder",
-        10: "streaming reducer",
-        11: "hooks rounds",
-        12: "sharded_module",
-        13: "values",
-        14: "access",
+        4: "agree accumulator master param_buffer owner",
+        5: "reduction shard initial_values unit_table",
+        6: "gradients gathering refusals",
+        7: "mixed_precision unit",
+        8: "init init.deferred_param",
+        9: "offload conversion finite",
+        10: "ratio prefetcher init.builder",
+        11: "streaming reducer",
+        12: "hooks rounds",
+        13: "sharded_module",
+        14: "values",
+        15: "access",
     }.items()
     for name in names.split()
 }

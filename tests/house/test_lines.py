@@ -1,7 +1,7 @@
-"""The tree does not grow unseen: each part has a limit of lines of Python, csrc/ of all its sources, and so the sum.
+"""The tree does not grow unseen: each part has a limit of lines of Python, csrc/ of all its sources.
 
-Who adds lines raises a limit here, and so says it; who takes some away lowers it. tests/ as a whole has an upper limit
-only: its lines move with what they are about.
+Who adds lines beyond a limit raises it here, and so says it. A limit is the next ten above the lines (hundred for tests
+and csrc); who takes many away lowers it, but need not for a few.
 """
 
 from __future__ import annotations
@@ -12,34 +12,33 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
-SLACK = 50  # lines that a part may have less than its limit
+MARGIN = 300  # lines that a part may have less than its limit
 LIMITS = {
-    "csrc": 4875,
+    "csrc": 4900,
     "tests": 54800,
-    "zero/*.py": 1136,
-    "zero/as_deepspeed": 1589,
-    "zero/checkpoint": 3183,
-    "zero/compat": 1889,
-    "zero/config": 2562,
-    "zero/core": 7655,
-    "zero/data": 1075,
-    "zero/engine": 7898,
-    "zero/examples": 99,
-    "zero/kernels": 2017,
-    "zero/launch": 4285,
-    "zero/memory": 1525,
-    "zero/monitor": 1188,
-    "zero/optim": 2789,
-    "zero/parallel": 5453,
-    "zero/plan": 2147,
-    "zero/recompute": 1233,
-    "zero/sizes": 2033,
-    "zero/tiled": 698,
-    "zero/tools": 4989,
-    "zero/utils": 428,
-    "zero/watchdog": 1549,
+    "zero/*.py": 1140,
+    "zero/as_deepspeed": 1590,
+    "zero/checkpoint": 3190,
+    "zero/compat": 1890,
+    "zero/config": 2570,
+    "zero/core": 7640,
+    "zero/data": 1080,
+    "zero/engine": 7900,
+    "zero/examples": 100,
+    "zero/kernels": 2020,
+    "zero/launch": 4290,
+    "zero/memory": 1530,
+    "zero/monitor": 1190,
+    "zero/optim": 2790,
+    "zero/parallel": 5460,
+    "zero/plan": 2150,
+    "zero/recompute": 1240,
+    "zero/sizes": 2040,
+    "zero/tiled": 700,
+    "zero/tools": 4990,
+    "zero/utils": 430,
+    "zero/watchdog": 1550,
 }
-SUM = 117095
 
 
 def parts() -> dict[str, int]:
@@ -61,8 +60,8 @@ def offences(found: dict[str, int], limits: dict[str, int]) -> list[str]:
         count = found.get(name, 0)
         if count > limit:
             said.append(f"{name}: {count} lines, more than its limit of {limit}")
-        if count < limit - SLACK and name != "tests":
-            said.append(f"{name}: {count} lines, more than {SLACK} below its limit of {limit}: lower the limit")
+        if count < limit - MARGIN:
+            said.append(f"{name}: {count} lines, more than {MARGIN} below its limit of {limit}: lower the limit")
     return said
 
 
@@ -70,20 +69,18 @@ def test_no_part_has_more_lines_than_its_limit_or_far_fewer() -> None:
     found = parts()
     wrong = offences(found, LIMITS)
     assert not wrong, "\n" + "\n".join(wrong)
-    assert sum(LIMITS.values()) == SUM, f"SUM is that of LIMITS, which is {sum(LIMITS.values())} now"
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ({"a": 100, "tests": 10}, ""),
-        ({"a": 50, "tests": 100}, ""),
-        ({"a": 101, "tests": 1}, "a: 101 lines, more than its limit of 100"),
-        ({"a": 49, "tests": 1}, "a: 49 lines, more than 50 below its limit of 100: lower the limit"),
-        ({"a": 100, "tests": 101}, "tests: 101 lines, more than its limit of 100"),
-        ({"a": 100, "b": 1, "tests": 1}, "b: no limit in LIMITS for its 1 lines"),
-        ({"tests": 1}, "a: 0 lines, more than 50 below its limit of 100: lower the limit"),
+        ({"a": 500, "tests": 200}, ""),
+        ({"a": 200, "tests": 500}, ""),
+        ({"a": 501, "tests": 300}, "a: 501 lines, more than its limit of 500"),
+        ({"a": 199, "tests": 300}, "a: 199 lines, more than 300 below its limit of 500: lower the limit"),
+        ({"a": 500, "b": 1, "tests": 300}, "b: no limit in LIMITS for its 1 lines"),
+        ({"tests": 300}, "a: 0 lines, more than 300 below its limit of 500: lower the limit"),
     ],
 )
 def test_offences_are_seen(found: dict[str, int], said: str) -> None:
-    assert offences(found, {"a": 100, "tests": 100}) == ([said] if said else [])
+    assert offences(found, {"a": 500, "tests": 500}) == ([said] if said else [])

@@ -32,7 +32,7 @@ def is_pending(param: torch.Tensor) -> bool:
     return kept is not None and (param.dtype != torch.int8 if kept == "int8" else not param.bnb_quantized)
 
 
-def beside(param: torch.Tensor) -> list[torch.Tensor]:
+def quant_tensors(param: torch.Tensor) -> list[torch.Tensor]:
     """The tensors without which its values mean nothing, in one order; none where it is not quantised."""
     if format_of(param) is None or is_pending(param):
         return []
@@ -50,7 +50,7 @@ def footprint(param: torch.Tensor) -> tuple[int, torch.dtype, int]:
     """Elements, their dtype, and bytes beside them, as they are once it is quantised."""
     numel = param.numel()
     if not is_pending(param):
-        return numel, param.dtype, sum(each.nbytes for each in beside(param))
+        return numel, param.dtype, sum(each.nbytes for each in quant_tensors(param))
     if format_of(param) == "int8":
         return numel, torch.int8, 4 * param.shape[0]
     blocks = -(-numel // param.blocksize)
@@ -69,7 +69,7 @@ class Int8(NamedTuple):
         """Those of `params`; each keeps its scales when its layer has taken them."""
         found = [cls(*each) for each in enumerate(params) if format_of(each[1]) == "int8" and not is_pending(each[1])]
         for each in found:
-            each.param._zero_rows = beside(each.param)[0]
+            each.param._zero_rows = quant_tensors(each.param)[0]
         return found
 
     def point(self, views: Sequence[torch.Tensor] | None) -> None:
@@ -128,7 +128,7 @@ def _check(param: nn.Parameter, name: str, layer: nn.Module) -> None:
         )
 
 
-def names_beside(module: nn.Module) -> dict[str, nn.Parameter]:
+def quant_params(module: nn.Module) -> dict[str, nn.Parameter]:
     """The names in the module's state_dict of what is beside values, and of which parameter."""
     found, state = {}, module.state_dict(keep_vars=True)
     for path, param in [(name, value) for name, value in state.items() if format_of(value) is not None]:
@@ -138,18 +138,18 @@ def names_beside(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def load_beside(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+def load_quant_state(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     """Take what is beside quantised values from a state_dict of bitsandbytes; returns the rest.
 
     Layers cannot do it: that of 4 bits has no code for it, and that of int8 none once a forward has moved its scales.
     Raises ValueError where the scales are of another form.
     """
     rest, groups = dict(values), dict[nn.Parameter, dict[str, torch.Tensor]]()
-    for name, param in names_beside(module).items():
+    for name, param in quant_params(module).items():
         if name in rest:
             groups.setdefault(param, {})[name] = rest.pop(name)
     for param, entries in groups.items():
-        old, names = beside(param), sorted(entries)
+        old, names = quant_tensors(param), sorted(entries)
         if format_of(param) == "int8":
             new = list(entries.values())
         else:

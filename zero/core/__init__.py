@@ -1,1 +1,1 @@
-"""The sharding core: the only folder that talks to other ranks and owns streams. Imports point down in its floors."""
+"""The sharding core: parameters and gradients between ranks, and when they go. Imports point down in its floors."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from zero.core import comm
 from zero.core.owner import Owner, owner_of
-from zero.core.state import State
+from zero.core.param_buffer import State
 from zero.core.values import is_part
 
 # What the modifier's rank tells the others of each parameter.
@@ -26,11 +26,14 @@ _HANDLE = "_zero_external_handle"
 
 
 class LostWrite(RuntimeError):
-    """Parameters changed in a block that takes no changes. `cut`: some are cut, and have their former values again."""
+    """Parameters changed in a block that takes no changes.
 
-    def __init__(self, text: str, cut: bool = False) -> None:
+    resharded: some are, and so have their former values again.
+    """
+
+    def __init__(self, text: str, resharded: bool = False) -> None:
         super().__init__(text)
-        self.cut = cut
+        self.resharded = resharded
 
 
 class GatheredParameters:
@@ -49,8 +52,8 @@ class GatheredParameters:
     Blocks may be nested, also with the same parameters: one that writes inside one that reads is seen by the outer,
     and changes inside one that reads belong to the one around it that writes.
 
-    Where parameters are not cut (stages 0 to 2), a write in place outside of such a block is taken as well, if all
-    ranks make it: `param.copy_`, `nn.init`, `load_state_dict`. What goes through `param.data` there is not seen,
+    Where parameters are not resharded (stages 0 to 2), a write in place outside of such a block is taken as well, if
+    all ranks make it: `param.copy_`, `nn.init`, `load_state_dict`. What goes through `param.data` there is not seen,
     and fp32 masters overwrite it at the next step.
 
     fwd_module: a module that reads the parameters in its forward although they are not its own.
@@ -122,10 +125,10 @@ class GatheredParameters:
         if self._modifier_rank is not None:
             states = self._write_back(states)
         for owner, state in zip(self._owners, states, strict=True):
-            if state == _WRITTEN and owner.index not in owner.unit.edited and owner.unit.cut:
+            if state == _WRITTEN and owner.index not in owner.unit.edited and owner.unit.resharded:
                 owner.unit.buffer.note_versions([owner.index])  # what was written is not taken
         for unit, before in zip(self._units, self._references, strict=True):
-            if unit.cut and torch.is_grad_enabled():
+            if unit.resharded and torch.is_grad_enabled():
                 # A term of the loss, perhaps: its backward, outside, finds the values. Ranks need not agree on that.
                 grown = any(now > then for now, then in zip(unit.buffer.references(), before, strict=True))
                 unit.buffer.kept_for_graph |= grown
@@ -166,11 +169,11 @@ class GatheredParameters:
             )
         changed = [owner.name for owner, state in pairs if state == _WRITTEN and owner.index not in owner.unit.edited]
         if changed and self._modifier_rank is None:
-            cut = any(owner.unit.cut for owner, state in pairs if state == _WRITTEN)
+            resharded = any(owner.unit.resharded for owner, state in pairs if state == _WRITTEN)
             raise LostWrite(
                 f"{changed} changed inside GatheredParameters without modifier_rank, so the change would be lost; "
                 "pass modifier_rank=0 to keep rank 0's values",
-                cut,
+                resharded,
             )
 
 

@@ -111,7 +111,7 @@ def check_parameters(unit: Unit) -> None:
                 f"is now {param.requires_grad}; set it before initialize(). To train it in some steps only, give "
                 "it a parameter group of its own, whose lr is 0 in the others"
             )
-    if unit.cut:
+    if unit.resharded:
         return  # released ones refuse every change themselves
     for spec, param, view in zip(unit.plan.params, unit.params, unit.buffer.views, strict=True):
         if param.dtype != view.dtype or param.device != view.device or param.shape != view.shape:

@@ -42,7 +42,7 @@ class Gathering:
 
     def begin(self, room: torch.Tensor) -> Transfer | Decoding:
         """Start to gather into `room`; when the result's `wait` returns, the full buffer is whole."""
-        if self._buffer.cut:
+        if self._buffer.resharded:
             self._shard.fill()
         return comm.gather(room, self._mesh.shard, self._tag)
 
@@ -66,7 +66,7 @@ class Gathering:
 class SecondaryShard:
     """hpZ: a second copy of one unit's values, cut over the ranks of one node (ZeRO++, Wang et al. 2023, section 3.2).
 
-    State is cut over all ranks. Once after each update, a rank gathers the slices of its place in the node from the
+    State is sharded over all ranks. Once after each update, a rank gathers the slices of its place in the node from the
     ranks with the same place in the other nodes: [nodes, n] of [nodes, ranks of a node, n]. Every gather until
     the next update then stays inside the node.
 
@@ -236,7 +236,7 @@ class QuantizedGathering(Gathering):
 
 def make_gathering(mesh: Mesh, shard: Shard, buffer: ParamBuffer, tag: int, quantized: bool) -> Gathering:
     """How a unit with this mesh is gathered; its full buffer is valid. `quantized`: in 8 bits, if anything is sent."""
-    if quantized and buffer.cut and mesh.shard.size > 1:
+    if quantized and buffer.resharded and mesh.shard.size > 1:
         return QuantizedGathering(mesh, shard, buffer, tag)
-    kind = SecondaryGathering if buffer.cut and mesh.secondary is not None else Gathering
+    kind = SecondaryGathering if buffer.resharded and mesh.secondary is not None else Gathering
     return kind(mesh, shard, buffer, tag)

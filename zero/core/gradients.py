@@ -32,7 +32,7 @@ class GradientDtypes(NamedTuple):
     local:  of the full buffer as gradients land;
     kept:   of whatever adds up: the reduced shard, and the full buffer once a second gradient is added in it;
     travel: what is sent is rounded to it, on every rank its own contribution too; None: to `local`. Over gloo the sum
-            is taken in fp32 in the order of ranks, and where gradients are not cut it travels as such.
+            is taken in fp32 in the order of ranks, and where gradients are not sharded it travels as such.
     """
 
     local: torch.dtype
@@ -75,7 +75,7 @@ class Gradients:
         self._arrived: set[int] = set()  # parameters that got one in the backward that runs
         self._waiting: dict[int, torch.Tensor] = {}  # gradients that are not in `flat` yet, by parameter
         self._waiting_nbytes, self._factor = 0, 1.0  # of those
-        # Where gradients are not cut, no memory was promised, and fresh pages at every step cost 3 % of it on a CPU.
+        # Where gradients are not sharded, no memory was promised, and fresh pages cost 3 % of each step on a CPU.
         self._kept: torch.Tensor | None = None
         self._reduction: Reduction | None = None
 
@@ -324,3 +324,6 @@ def nbytes_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Bytes of the storages of these tensors, each once, by address."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+# Reading order, 6 of 9; next: zero/core/reducer.py, gradients as they land, and the order of reductions.

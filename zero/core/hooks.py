@@ -1,10 +1,12 @@
-"""Ties a module's forward and backward to the prefetcher; only where parameters are cut between uses."""
+"""Ties a module's forward and backward to the prefetcher; only where parameters are resharded between uses."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Sequence
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +15,13 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core.leaf import z3_leaf_module
 from zero.core.prefetcher import Call, ParamPrefetcher, in_backward
-from zero.core.tensors import tensors_in
 from zero.core.torch_private import hook_first, pre_hooks, view_base
 from zero.core.unit import Unit
 from zero.log import rank_zero
+
+# Objects within objects that are looked into: a mixture of independent distributions of a family is four.
+_DEPTH = 4
+_NOT_LOOKED_INTO = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
 class FrozenUnits:
@@ -139,9 +144,9 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     """Have a method of `module` run as its forward does: what it reads is gathered, and released when it ends.
 
     For methods that are called outside of a forward and read parameters by themselves, such as `get_image_features`
-    of models that see. Before or after `zero.initialize`; where no parameter is cut, and a second time, it changes
-    nothing. Where parameters are cut, all ranks must call the method. Raises TypeError for what is no module and
-    AttributeError for a method that it does not have.
+    of models that see. Before or after `zero.initialize`; where no parameter is resharded, and a second time, it
+    changes nothing. Where parameters are resharded, all ranks must call the method. Raises TypeError for what is no
+    module and AttributeError for a method that it does not have.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"register_forward_method(module=...): got {type(module).__name__}, wanted an nn.Module")
@@ -160,7 +165,7 @@ def as_forward(module: nn.Module, method: Callable[..., Any], /, *args: Any, **k
 
 
 def attach_wait(module: nn.Module, units: Sequence[Unit]) -> list[RemovableHandle]:
-    """Have a module wait for updates of these units, which are not cut, that still run when its forward begins.
+    """Have a module wait for updates of these units, which are not resharded, that still run when its forward begins.
 
     Torch's own calls would notice by themselves; compiled code, and what works on addresses, would not.
     """
@@ -200,6 +205,32 @@ def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], 
             called(name)
 
     return warn
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor inside nested tuples, lists, sets, mappings, dataclasses (so also a `ModelOutput`), other objects.
+
+    An object, such as a distribution or a cache of keys and values, is looked into for its attributes; modules are not.
+    """
+    return _tensors_in(value, _DEPTH, set())
+
+
+def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item, depth, seen)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from _tensors_in(item, depth, seen)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # it may have slots
+        for field in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, field.name, None), depth, seen)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, _NOT_LOOKED_INTO) and id(value) not in seen:
+        seen.add(id(value))
+        for item in list(vars(value).values()):
+            yield from _tensors_in(item, depth - 1, seen)
 
 
 def _forward_hooks(
@@ -258,4 +289,4 @@ def _forward_hooks(
     return before, after, method
 
 
-# Reading order, 4 of 7; next: zero/core/reducer.py, gradients as they land, and the order of reductions.
+# Reading order, 5 of 9; next: zero/core/gradients.py, how the gradient of a unit is collected, sent and summed.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from zero.compat.bitsandbytes import beside
+from zero.compat.bitsandbytes import quant_tensors
 from zero.core import comm
 from zero.core.mesh import Mesh
 from zero.core.owner import is_released, owner_of
@@ -58,9 +58,9 @@ def initial_values(
 
 
 @torch.no_grad()
-def share_with_peers(params: Sequence[nn.Parameter], axis: Axis, label: str) -> None:
+def share_quant_state(params: Sequence[nn.Parameter], axis: Axis, label: str) -> None:
     """Take from rank 0 what is beside the values of those that are quantised, in one message; collective."""
-    tensors = [each for param in params for each in beside(param)]
+    tensors = [each for param in params for each in quant_tensors(param)]
     if not tensors or axis.size == 1:
         return
     sent = torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors])

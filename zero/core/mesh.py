@@ -81,8 +81,8 @@ class Mesh:
 class Meshes:
     """Makes the meshes of one engine's units from the axes of its grid, each once; making one is collective.
 
-    grid: of all ranks of the world. What is not cut at all (stage 0) is repeated along the axes that it would be cut
-    along. State of dense units is cut over the ranks that share a sequence, too;
+    grid: of all ranks of the world. What is not sharded at all (stage 0) is repeated along the axes that it would be
+    sharded along. State of dense units is sharded over the ranks that share a sequence, too;
     secondary_size: ranks of a node for hpZ, a divisor of the world's size; 1 for none;
     reduce: `zero.reduce`: see `summed_here`.
     """

@@ -7,15 +7,15 @@ reaches them. While it is freed the parameters look released (zero/core/released
 
 from __future__ import annotations
 
+import enum
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from zero.compat.bitsandbytes import Int8
 from zero.core.released import Released, absent, released_class
-from zero.core.state import TRANSITIONS, State
 from zero.core.torch_private import (
     set_versions,
     storage_references,
@@ -25,13 +25,57 @@ from zero.core.torch_private import (
 from zero.plan.units import UnitPlan
 
 
+class State(enum.Enum):
+    """What is in memory of a unit's parameters.
+
+    SHARDED:   the own shard; the parameters look released.
+    REQUESTED: the same. A gather was asked for while an update of the shard runs, and begins when that has ended:
+               other ranks may have begun theirs, and wait for this one.
+    GATHERING: the shard, and a full buffer that is being filled.
+    FULL:      the shard and a valid full buffer. Parameters may be read.
+    CONCEALED: the same, but the parameters look released, so that a read is noticed.
+    STALE:     where parameters are not resharded: a full buffer that the optimizer has outdated, but for the own shard.
+    AWAY:      nothing. The values are kept elsewhere, and the storages have size 0.
+    """
+
+    SHARDED = "sharded"
+    REQUESTED = "requested"
+    GATHERING = "gathering"
+    FULL = "full"
+    CONCEALED = "concealed"
+    STALE = "stale"
+    AWAY = "away"
+
+
+# (state, verb): the next state
+TRANSITIONS: Mapping[tuple[State, str], State] = {
+    (State.SHARDED, "request"): State.REQUESTED,
+    (State.SHARDED, "gather"): State.GATHERING,
+    (State.SHARDED, "offload"): State.AWAY,
+    (State.REQUESTED, "gather"): State.GATHERING,
+    (State.GATHERING, "wait"): State.FULL,
+    (State.SHARDED, "complete"): State.FULL,
+    (State.REQUESTED, "complete"): State.FULL,
+    (State.GATHERING, "complete"): State.FULL,
+    (State.STALE, "complete"): State.FULL,
+    (State.FULL, "conceal"): State.CONCEALED,
+    (State.FULL, "release"): State.SHARDED,
+    (State.FULL, "invalidate"): State.STALE,
+    (State.FULL, "offload"): State.AWAY,
+    (State.CONCEALED, "reveal"): State.FULL,
+    (State.STALE, "gather"): State.GATHERING,
+    (State.AWAY, "reload"): State.SHARDED,
+    (State.AWAY, "show"): State.FULL,
+}
+
+
 class ParamBuffer:
     """Sole owner of the storage of the full parameters, of their classes and version counters, and of `state`.
 
     name:  the unit and the rank, for messages;
     full:  flat [layout.numel] in the unit's dtype; its storage has size 0 while the parameters are released;
     views: one of `full` for each parameter, of its shape;
-    cut:   parameters exist in full only while they are used;
+    resharded: parameters exist in full only while they are used;
     lock:  held by whichever thread changes `state` or the storage. That is the thread of the training loop (or
            autograd's, while the loop waits for a backward), a thread that reads parameters beside it, or the one that
            updates the unit and then sends it. Nothing that a thread waits for under the lock needs the lock;
@@ -41,11 +85,11 @@ class ParamBuffer:
 
     mixin = Released  # of the classes of released parameters
 
-    def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], cut: bool, rank: int) -> None:
+    def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], resharded: bool, rank: int) -> None:
         self.plan = plan
         self.name = f"unit '{plan.name}' (rank {rank})"
         self.params = list(params)
-        self.cut = cut
+        self.resharded = resharded
         self.state = State.FULL
         self.full: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
@@ -111,13 +155,13 @@ class ParamBuffer:
     def offload(self) -> None:
         """Have the parameters look released because their storage is about to be taken."""
         self.move("offload")
-        if not self.cut:
+        if not self.resharded:
             self._hide()
 
     def reload(self) -> None:
         """The storages hold the values of `offload` again."""
-        self.move("reload" if self.cut else "show")
-        if not self.cut:
+        self.move("reload" if self.resharded else "show")
+        if not self.resharded:
             self.show()
 
     def look_released(self) -> None:
@@ -190,7 +234,7 @@ class ParamBuffer:
                     f"of another shape or dtype ({wrong}); the replacement is undone"
                 )
             replaced.add(index)
-            if self.cut:  # a graph that was built since has read these very values
+            if self.resharded:  # a graph that was built since has read these very values
                 set_versions((param,), (version,))
         return replaced
 
@@ -239,3 +283,6 @@ def resizable(storage: torch.UntypedStorage) -> bool:
 def _same_place(param: torch.Tensor, view: torch.Tensor) -> bool:
     same = param.shape == view.shape and param.dtype == view.dtype and param.device == view.device
     return same and param.data_ptr() == view.data_ptr() and param.stride() == view.stride()
+
+
+# Reading order, 2 of 9; next: zero/core/unit.py, gather, wait, release, and the order in which the parts of a unit act.

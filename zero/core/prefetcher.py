@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from zero.core.owner import owner_of
+from zero.core.param_buffer import State
 from zero.core.released import Released
-from zero.core.state import State
 from zero.core.torch_private import backward_task, storage_id
 from zero.core.unit import Unit
 from zero.plan.order import START, Limits, Position, advance, fetched_ahead, read_ahead, to_come, used_again
@@ -127,7 +127,7 @@ class DiskPrefetcher:
     def __init__(self, units: Sequence[Unit], limits: Limits) -> None:
         self._units = units
         self._limits = limits
-        read = [unit for unit in units if unit.cut and unit.gathering.reads_shard]
+        read = [unit for unit in units if unit.resharded and unit.gathering.reads_shard]
         self._in_files = {unit.index for unit in read if not unit.shard.placement.shard_store.resident}
         self._asked: dict[int, bool] = {}  # units that were asked for, and whether their read has begun
 
@@ -366,7 +366,7 @@ class ParamPrefetcher:
             unit = by_memory.get(storage_id(tensor))
             if unit is not None:
                 found[unit.index] = unit
-        return [self._uses[index] for index, unit in found.items() if unit.cut and self.units[index] is unit]
+        return [self._uses[index] for index, unit in found.items() if unit.resharded and self.units[index] is unit]
 
     def _hand_on(self, uses: Sequence[Use]) -> None:
         """Keep these for the module that called the one that returned them, or for the caller of the root."""
@@ -398,3 +398,6 @@ class ParamPrefetcher:
         if use.depth == 0 and not self._builds_graph:
             use.over()
             use.unit.release(keep_if_referenced)
+
+
+# Reading order, 4 of 9; next: zero/core/hooks.py, what follows a forward and a backward through the module.

@@ -400,4 +400,4 @@ class Reducer:
             unit.gradients.advance(later)
 
 
-# Reading order, 5 of 7; next: zero/optim/optimizer.py, the norm, the decision, the step on shards.
+# Reading order, 7 of 9; next: zero/optim/optimizer.py, the norm, the decision, the step on shards.

@@ -1,6 +1,6 @@
 """Steps in which ranks run different numbers of micro-batches, under one sequence of collectives.
 
-Where gradients are reduced after each micro-batch, and where parameters are cut, a micro-batch is a sequence of
+Where gradients are reduced after each micro-batch, and where parameters are resharded, a micro-batch is a sequence of
 collectives that all ranks must enter. Number k of each rank that has one is round k. Before a round the ranks learn who
 runs it: from `begin_step`, or by one small exchange. A rank that has run all of its own takes part from its `step()`,
 with its shards and with zeros: the first rank that runs the round tells it of each unit that it begins to gather or to

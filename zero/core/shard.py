@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from zero.core.master import Master
-from zero.core.param_buffer import ParamBuffer
-from zero.core.state import State
+from zero.core.param_buffer import ParamBuffer, State
 from zero.kernels.marks import Changes
 from zero.memory.pending_update import PendingUpdate
 from zero.memory.state_placement import StatePlacement
@@ -24,7 +23,7 @@ from zero.plan.layout import Fragment, Span
 class Shard:
     """This rank's slice of one unit's parameters, with its exact values.
 
-    values:    the slice [window.numel]: a view of the full buffer unless parameters are cut;
+    values:    the slice [window.numel]: a view of the full buffer unless parameters are resharded;
     master:    the exact values of the slice, for the optimizer; None when the unit is frozen;
     window:    the slice, as a span of the full buffer;
     placement: where values, master and gradient rest;
@@ -50,7 +49,7 @@ class Shard:
         """Keep the shard of the full buffer, and if `trained` a master with `tensor` beside the shard; see `Master`."""
         own, placement = self.own_part(), self.placement
         self.values = own
-        if self._buffer.cut:
+        if self._buffer.resharded:
             self.values = own.to(placement.shard_device, copy=True)
             placement.shard_store.put([self.values])
         if trained:
@@ -90,13 +89,13 @@ class Shard:
         return pending is not None and not pending.ended
 
     def defer(self, pending: PendingUpdate) -> None:
-        """An update of the shard runs. Where parameters are not cut they look released until it is over.
+        """An update of the shard runs. Where parameters are not resharded they look released until it is over.
 
         They do not where another thread has waited for them in the meantime.
         """
         with self._buffer.lock:
             self.pending = pending
-            if self._buffer.state in (State.STALE, State.GATHERING) and not self._buffer.cut:
+            if self._buffer.state in (State.STALE, State.GATHERING) and not self._buffer.resharded:
                 self._buffer.look_released()
 
     def settle(self) -> None:
@@ -179,7 +178,7 @@ class Shard:
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes on the device beside the full buffer: of the values; of the master with its copy of them."""
-        values = self.values.nbytes if self._buffer.cut and not self.placement.shard_offloaded else 0
+        values = self.values.nbytes if self._buffer.resharded and not self.placement.shard_offloaded else 0
         if self.master is None or self.placement.state_offloaded:
             return values, 0
         return values, self.master.nbytes + (self.master.shard.nbytes if self.placement.shard_copied else 0)
@@ -194,11 +193,11 @@ class Shard:
             self.publish(start, values.numel())
 
     def take_writes(self) -> None:
-        """Where parameters are not cut: take what users have written into them in place as their exact values.
+        """Where parameters are not resharded: take what users have written into them in place as their exact values.
 
         It is seen by autograd's version counters, which `param.data` goes around: a write through that reaches an
         fp32 master never, one that is kept as remainders at once. Each rank looks at its own shard, so all ranks
-        must write the same. Where parameters are cut, only GatheredParameters can write them; it calls `take`.
+        must write the same. Where parameters are resharded, only GatheredParameters can write them; it calls `take`.
         """
         buffer = self._buffer
         buffer.reattach_all()
@@ -211,7 +210,7 @@ class Shard:
             buffer.note_versions()
 
     def keep_writes(self, shown: Callable[[], torch.Tensor | None]) -> bool:
-        """Where parameters are cut: before the full copy goes, take what a forward has written into it; whether it did.
+        """Take what a forward has written into resharded parameters, before the full copy goes; whether it did.
 
         shown: gives what stood in the own part [window.numel]; None: the shard's values.
 
@@ -236,8 +235,8 @@ class Shard:
         fragment = self.fragment(index)
         with self.acquired():
             part = self.values.narrow(0, fragment.at, fragment.numel)
-            # Where parameters are not cut, they are the shard: a write reaches it at once.
-            unchanging = self._buffer.cut and self.placement.shard_store.resident
+            # Where parameters are not resharded, they are the shard: a write reaches it at once.
+            unchanging = self._buffer.resharded and self.placement.shard_store.resident
             return part if unchanging else part.clone()
 
     def take(self, index: int, before: torch.Tensor | None = None) -> None:
@@ -262,7 +261,7 @@ class Shard:
         part = self.values.narrow(0, fragment.at, fragment.numel)
         values = values.to(part.device)
         changed = None if everywhere else _different(values, part if before is None else before)
-        if self._buffer.cut:
+        if self._buffer.resharded:
             part.copy_(values if before is None else torch.where(changed, values, part))
         self._follow(fragment, changed)
 

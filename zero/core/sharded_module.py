@@ -78,15 +78,15 @@ class ShardedModule:
         self.world, self.meshes, self.table, self.device = world, meshes, table, device
         self.prefetcher = ParamPrefetcher(self.units, limits)
         self.reducer = Reducer(self.units, sharding, self.prefetcher, FirstNotFinite(self.trained, world))
-        if any(unit.cut for unit in units):
+        if any(unit.resharded for unit in units):
             self.reducer.on_flush.append(uncalled_leaves(module, {unit.plan.anchor for unit in units}))
         self._hooks: dict[nn.Module, list[Callable[[], list[RemovableHandle]]]] = {}  # what attaches them
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
-        reads = _reads(module, self.units, self.prefetcher) if any(unit.cut for unit in units) else {}
+        reads = _reads(module, self.units, self.prefetcher) if any(unit.resharded for unit in units) else {}
         for child, (read, frozen) in reads.items():
             make = functools.partial(attach, child, read, frozen, self.prefetcher, self.reducer.begin)
             self._hooks.setdefault(child, []).append(make)
-        beside = [unit for unit in self.trained if unit.shard.placement.state_offloaded and not unit.cut]
+        beside = [unit for unit in self.trained if unit.shard.placement.state_offloaded and not unit.resharded]
         for child, awaited in _awaited(module, beside).items():
             self._hooks.setdefault(child, []).append(functools.partial(attach_wait, child, awaited))
         self.hook(self._hooks)
@@ -121,7 +121,7 @@ class ShardedModule:
 
         They are on their way at first: a module that reads one waits for it.
         """
-        kept = [unit for unit in (self.units if units is None else units) if unit.cut]
+        kept = [unit for unit in (self.units if units is None else units) if unit.resharded]
         for unit in kept:
             unit.gather()
             unit.holds += 1
@@ -195,7 +195,7 @@ class ShardedModule:
         for unit in self.units:
             parameters += unit.buffer.full.untyped_storage().nbytes()
             values, master = unit.shard.nbytes()
-            parameters += values + unit.gathering.nbytes + sum(spec.beside for spec in unit.plan.params)
+            parameters += values + unit.gathering.nbytes + sum(spec.extra_nbytes for spec in unit.plan.params)
             if unit.gradients is not None:
                 gradients += unit.gradients.nbytes
                 masters += master
@@ -204,7 +204,7 @@ class ShardedModule:
     def leave(self) -> None:
         """The engine is gone; waits for nothing and sends nothing. What cannot be given back now `reclaim` gives."""
         self.world.watchdog.close()
-        if all(unit.readable and not unit.cut for unit in self.units):
+        if all(unit.readable and not unit.resharded for unit in self.units):
             self.dissolve()
             return
         for unit in self.units:
@@ -260,7 +260,7 @@ def wrap(
     shared = [meshes.of(plan.axes) for plan in plans]
     by_name = dict(module.named_parameters())
     persistent = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
-    offload, streams = None, Streams.beside(device)
+    offload, streams = None, Streams.create(device)
     section = settings.zero_optimization
     if is_enabled(section):
         shards = [mesh.shard for mesh in shared]
@@ -305,7 +305,7 @@ def _adopt(
 ) -> None:
     dtype = unit.plan.dtype
     gradient_dtypes = numerics.gradient_dtypes(dtype, sharding)
-    unit.persistent = unit.cut and persistent
+    unit.persistent = unit.resharded and persistent
     quantized = section.zero_quantized_weights and unit.plan.requires_grad and not unit.persistent
     unit.adopt(DTYPES[dtype], device, gradient_dtypes, numerics.formats.remainder(dtype), quantized)
     if section.zero_quantized_gradients and unit.gradients is not None:
@@ -316,7 +316,7 @@ def _adopt(
 def _unwrap(model: nn.Module, made: Sequence[Unit]) -> None:
     """Give the parameters of the units that were made, of which one could not be, storage of their own again.
 
-    Together with the other ranks where they come here, too; else what only they hold of a parameter that is cut is NaN.
+    Together with the other ranks where they come here, too; else what only they hold of resharded parameters is NaN.
     """
     owners = [owner for owner in map(owner_of, model.parameters()) if owner is not None]
     held = {id(owner.unit) for owner in owners}

@@ -4,42 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
-from torch import nn
-
-# Objects within objects that are looked into: a mixture of independent distributions of a family is four.
-_DEPTH = 4
-_NOT_LOOKED_INTO = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside nested tuples, lists, sets, mappings, dataclasses (so also a `ModelOutput`), other objects.
-
-    An object, such as a distribution or a cache of keys and values, is looked into for its attributes; modules are not.
-    """
-    return _tensors_in(value, _DEPTH, set())
-
-
-def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item, depth, seen)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from _tensors_in(item, depth, seen)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # it may have slots
-        for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name, None), depth, seen)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, _NOT_LOOKED_INTO) and id(value) not in seen:
-        seen.add(id(value))
-        for item in list(vars(value).values()):
-            yield from _tensors_in(item, depth - 1, seen)
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:

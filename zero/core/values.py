@@ -15,8 +15,8 @@ from zero.core import comm
 from zero.core.agree import agree
 from zero.core.master import rounded
 from zero.core.owner import Owner
+from zero.core.param_buffer import State
 from zero.core.prefetcher import in_backward
-from zero.core.state import State
 from zero.plan.cut import Box, places
 from zero.plan.layout import Fragment
 
@@ -140,7 +140,7 @@ def write_exact(owner: Owner, own: torch.Tensor, whole: torch.Tensor | None = No
     if part.numel:
         unit.write_exact(part.at, own)
     if whole is None:
-        seen = not unit.cut or unit.state is not State.SHARDED
+        seen = not unit.resharded or unit.state is not State.SHARDED
         with unit.shard.acquired():
             rounding = unit.shard.values.narrow(0, part.at, part.numel).clone()
         unit.renew(owner.index, assemble(owner, rounding) if seen else rounding)

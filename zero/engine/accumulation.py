@@ -113,7 +113,7 @@ class Accumulation:
         """Inside, gradients stay on their rank whatever the boundary; stages 0 and 1 only.
 
         They are reduced with those of the next boundary outside: at its backward, or at `step()`. Raises
-        RuntimeError where gradients are cut, inside another block, and from `step()` inside.
+        RuntimeError where gradients are sharded, inside another block, and from `step()` inside.
         """
         self._status.check()
         if self._sharded.sharding.grads:
@@ -143,7 +143,7 @@ class Accumulation:
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """The backward passes inside are one optimizer step, which the next `step()` takes.
 
-        Where gradients are not cut (stages 0 and 1) they are reduced once, at the end of the block; elsewhere after
+        Where gradients are not sharded (stages 0 and 1) they are reduced once, at the end of the block; elsewhere after
         every backward, because a whole gradient must not stay. The mean is over `gradient_accumulation_steps`
         micro-batches, however many the block has. Raises RuntimeError inside another block, from `step()` inside,
         and with `managed_gradient_accumulation: false`.

@@ -240,7 +240,7 @@ def _whose(param: nn.Parameter) -> str:
         return ""
     if owner.unit.left_by is None:
         return ", of an engine that is still there"
-    return ", of an engine that was dropped" if owner.unit.cut else ""
+    return ", of an engine that was dropped" if owner.unit.resharded else ""
 
 
 def _flat(path: str, value: Any) -> Iterator[str]:

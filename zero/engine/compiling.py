@@ -42,7 +42,7 @@ class BlockCompiler:
 
         Parameters are gathered before a compiled block and released after it, as without. Blocks that contain
         others, or read parameters of a unit that is anchored elsewhere (tied weights), run as they are. Where
-        parameters are cut, a module inside a compiled block cannot be called on its own. A second call compiles
+        parameters are resharded, a module inside a compiled block cannot be called on its own. A second call compiles
         anew. `compile_kwargs` go to torch.compile. Raises ValueError for `schedule` and
         `compiled_autograd_enabled`, which are DeepCompile's.
         """

@@ -40,7 +40,7 @@ class DataRanks(NamedTuple):
 
     @property
     def shard_size(self) -> int:
-        """The number of data ranks that state is cut over, 0 where no argument says it."""
+        """The number of data ranks that state is sharded over, 0 where no argument says it."""
         return self.sizes.get("dp_shard", 0) * self.sizes.get("cp", 1)
 
     def place(self, grid: Grid) -> int:
@@ -48,7 +48,7 @@ class DataRanks(NamedTuple):
         return grid.ranks(DATA, self.rank).index(self.rank)
 
     def sharded_over(self, settings: Config) -> int:
-        """The number of ranks that state is cut over, of the config or the mesh; 0 for all. ConfigError if they differ.
+        """The ranks that state is sharded over, by the config or the mesh; 0 for all. ConfigError if they differ.
 
         So too where what `mpu` says contradicts the config.
         """

@@ -107,7 +107,7 @@ def _unit(unit: Unit, place: Placement) -> DescribedUnit:
     params, optimizer = _PLACES[place.params], _PLACES[place.optimizer] if is_updated(plan) else "none"
     numel = sum(spec.numel for spec in plan.params)
     return DescribedUnit(
-        plan.name, plan.dtype, numel, plan.group, unit.cut, unit.state.value, params, optimizer, tuple(parameters)
+        plan.name, plan.dtype, numel, plan.group, unit.resharded, unit.state.value, params, optimizer, tuple(parameters)
     )
 
 

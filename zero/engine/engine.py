@@ -174,7 +174,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         Raises RuntimeError, and changes nothing, where there was no backward since the last step. After an exception
         that came before the first weight was changed the engine is as after one in `backward`. After a later one the
         weights are half updated, and all that the engine still does is `destroy()`. Inside `GatheredParameters` of
-        parameters that are cut it raises on all ranks, and may be called again outside.
+        parameters that are resharded it raises on all ranks, and may be called again outside.
         """
         self._status.check_not_destroyed()
         # Released parameters see torch's clipping; of others their `grad` is read, which no engine is told of.
@@ -283,7 +283,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         The module is a plain one afterwards, also after an exception. A second call does nothing; other methods raise
         RuntimeError then, but for those that only tell what the configuration and the counters say. After an update in
         host memory that failed, and after other ranks were given up, it is no collective: what only other ranks hold
-        of a parameter that is cut is NaN then. A save that runs beside the training loop is waited for; what it failed
+        of resharded parameters is NaN then. A save that runs beside the training loop is waited for; what it failed
         with is raised at the end, when everything is given back.
         """
         if self._status.destroyed:

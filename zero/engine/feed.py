@@ -12,8 +12,9 @@ from torch.utils.data import default_collate
 
 from zero.config import Config
 from zero.core.agree import agree, digest_of
+from zero.core.hooks import tensors_in
 from zero.core.sharded_module import ShardedModule
-from zero.core.tensors import map_leaves, tensors_in
+from zero.core.tensors import map_leaves
 from zero.parallel.pipeline.messages import encode
 from zero.parallel.pipeline.stage import Batch
 from zero.watchdog.hang_report import ranks_text

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from zero.core.hooks import tensors_in
 from zero.core.sharded_module import ShardedModule
-from zero.core.tensors import tensors_in
 from zero.log import log_once, rank_zero
 
 LIMIT = 4  # classes of inputs that get a graph: each keeps gradients and outputs of its own

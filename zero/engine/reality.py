@@ -90,7 +90,7 @@ class Observed:
 def alive_now(sharded: ShardedModule, optimizer: ZeroOptimizer | None) -> DeviceBytes:
     """Bytes of each kind on this rank's device at this moment; without the one gradient that autograd hands over."""
     held = sharded.nbytes()
-    whole = [unit.buffer.full for unit in sharded.units if unit.cut and not unit.persistent]
+    whole = [unit.buffer.full for unit in sharded.units if unit.resharded and not unit.persistent]
     gathered = sum(full.untyped_storage().nbytes() for full in whole)
     collects = sharded.numerics.accumulation > 1 and not sharded.sharding.grads
     gradients = [unit.gradients.alive_nbytes(collects) for unit in sharded.trained]

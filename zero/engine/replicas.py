@@ -1,6 +1,6 @@
 """Whether what the ranks hold in common is still the same on all of them, bit by bit.
 
-Compared are: parameters that are not cut; where nothing is cut (stage 0), masters and moments too; the module's
+Compared are: parameters that are not resharded; where nothing is cut (stage 0), masters and moments too; the module's
 buffers; hyperparameters and the loss scale. What is cut is compared between replicas of it (HSDP), unit by unit. What
 exists once, as all state does under stage 3 and all but the parameters under stages 1 and 2, has nothing to be compared
 with: a bit that flips there becomes the value of all.
@@ -62,7 +62,7 @@ class Replicas:
         self._every = every
         self._axis = sharded.world
         self._most = 0  # tables on any rank; 0 until the first comparison
-        self._whole = [unit for unit in sharded.units if not unit.cut]
+        self._whole = [unit for unit in sharded.units if not unit.resharded]
         # By index of the unit: hashes over the steps since the last comparison.
         self._seen: dict[int, torch.Tensor] = {}
         self._own_buffers: set[str] | None = None  # buffers that are each rank's own; None until the first comparison
@@ -181,7 +181,7 @@ class Replicas:
     def _of_parts(self, units: Sequence[Unit]) -> LabelledHashes:
         labels, hashes = [], []
         for unit in units:
-            if not unit.cut and unit.gradients is None:
+            if not unit.resharded and unit.gradients is None:
                 continue
             with unit.shard.acquired():
                 kept = [("the shard", unit.shard.window, unit.shard.values), *self._state(unit)]

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.core.param_buffer import resizable
+from zero.core.param_buffer import State, resizable
 from zero.core.sharded_module import ShardedModule
-from zero.core.state import State
 from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
 

@@ -2,7 +2,7 @@
 
 forward     inputs are cast; hooks gather each unit's parameters before its modules run and release them after
 backward    the loss is scaled; hooks gather the parameters again; gradients are reduced as they become complete:
-            those of the micro-batch at the accumulation boundary, or of each one where gradients are cut
+            those of the micro-batch at the accumulation boundary, or of each one where gradients are sharded
 step        before the boundary the micro-batch is counted, and that is all; at the boundary:
             1. the replicas are compared, every `zero.check_replicas` steps
             2. the optimizer: what was not reduced yet, the global norm, overflow, clipping, the update of each
@@ -137,8 +137,9 @@ class TrainingStep:
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module's `generate` as its forward: parameters that it reads itself are gathered until its end.
 
-        Where parameters are cut, all ranks must call it, and Hugging Face's own is told `synced_gpus=True`, unless the
-        caller says otherwise: a rank whose text ends early goes on until all have ended, and none waits for another.
+        Where parameters are resharded, all ranks must call it, and Hugging Face's own is told `synced_gpus=True`,
+        unless the caller says otherwise: a rank whose text ends early goes on until all have ended, and none waits for
+        another.
         Raises AttributeError where the module has none.
         """
         self._status.check()
@@ -431,4 +432,4 @@ def _knows_synced_gpus(module: nn.Module, generate: Callable[..., Any]) -> bool:
     return any("synced_gpus" in inspect.signature(method).parameters for method in methods if callable(method))
 
 
-# Reading order, 7 of 7; the first is zero/plan/layout.py.
+# Reading order, 9 of 9; the first is zero/plan/layout.py.

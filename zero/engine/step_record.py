@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zero.core.tensors import tensors_in
+from zero.core.hooks import tensors_in
 from zero.core.torch_private import untransformed
 from zero.core.world import World
 from zero.engine.hashing import hash_of, hash_tensor

@@ -213,6 +213,6 @@ def is_here(value: torch.Tensor, sharded: ShardedModule) -> bool:
 
 
 def unit_to_gather(value: torch.Tensor, sharded: ShardedModule) -> Unit | None:
-    """The unit of a parameter that is cut, by this engine."""
+    """The unit of a parameter that is resharded, by this engine."""
     owner = owner_of(value)
-    return owner.unit if owner is not None and owner.unit.cut and owner.unit in sharded.units else None
+    return owner.unit if owner is not None and owner.unit.resharded and owner.unit in sharded.units else None

@@ -121,7 +121,7 @@ def _take_writes(unit: Unit) -> None:
     """Have what was written into a unit outside of steps noted; and no update run."""
     unit.shard.settle()
     unit.take_writes()
-    if unit.shard.master is None and not unit.cut and unit.shard.changes is not None and unit.buffer.written():
+    if unit.shard.master is None and not unit.resharded and unit.shard.changes is not None and unit.buffer.written():
         unit.shard.changes.all = True  # a frozen one, of which nobody else asks
         unit.buffer.note_versions()
 

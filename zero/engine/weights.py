@@ -14,7 +14,7 @@ from torch import nn
 
 from zero.checkpoint.folder import check_folder
 from zero.checkpoint.model_files import LIMIT, NAME, size_of
-from zero.compat.bitsandbytes import load_beside, names_beside
+from zero.compat.bitsandbytes import load_quant_state, quant_params
 from zero.config import Config
 from zero.core.access import GatheredParameters
 from zero.core.agree import agree
@@ -70,7 +70,7 @@ class Weights:
     ) -> MutableMapping[str, Any]:
         """The module's state_dict, in the dtype it computes in, on every rank.
 
-        Where parameters are cut, their values are copies in host memory; elsewhere the storage itself, as in torch.
+        Where parameters are resharded, their values are copies in host memory; elsewhere the storage itself, as torch.
         `keep_vars` gives the parameters themselves, whose values may be away. Tied weights are one tensor.
         """
         self._status.check()
@@ -113,7 +113,7 @@ class Weights:
         missing = [name for name in names if name not in state_dict and name not in allowed]
         known = {name for each in list_tensors(names, self._sharded) for name in each.names} | {*names}
         unmatched = Unmatched(missing, [name for name in state_dict if name not in known])
-        packed = names_beside(self._sharded.module)
+        packed = quant_params(self._sharded.module)
         fixed = {name: value for name, value in names.items() if name not in packed}
         self._all_agree(_misfits(fixed, state_dict, unmatched if strict else Unmatched([], [])))
         rest = {}
@@ -127,7 +127,7 @@ class Weights:
                 else:
                     whole = own_part(owner, value.to(self._device, torch.float32))
                     write_exact(owner, cut_out(owner, whole), whole)
-        self._sharded.module.load_state_dict(load_beside(self._sharded.module, rest), strict=False)
+        self._sharded.module.load_state_dict(load_quant_state(self._sharded.module, rest), strict=False)
         return unmatched
 
     def stream_weights(
@@ -249,7 +249,7 @@ class Weights:
         return self.save_16bit_model(save_dir, save_filename)
 
     def zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """As `consolidated_16bit_state_dict`, where parameters are cut; ValueError elsewhere."""
+        """As `consolidated_16bit_state_dict`, where parameters are resharded; ValueError elsewhere."""
         if not self._sharded.sharding.params:
             raise ValueError("this function requires ZeRO-3 mode")
         return self.consolidated_16bit_state_dict(exclude_frozen_parameters)

@@ -34,7 +34,7 @@ class StatePlacement:
 
     update_device: torch.device
     shard_device: torch.device
-    streams: Streams = field(default_factory=lambda: Streams.beside(torch.device("cpu")))
+    streams: Streams = field(default_factory=lambda: Streams.create(torch.device("cpu")))
     shard_offloaded: bool = False
     shard_copied: bool = False
     state_store: Store = field(default_factory=Store)

@@ -136,7 +136,7 @@ class Streams(NamedTuple):
     down: SideStream
 
     @classmethod
-    def beside(cls, device: torch.device) -> Streams:
+    def create(cls, device: torch.device) -> Streams:
         """New streams, beside the stream that computes on `device`."""
         return cls(*(SideStream(device) for _ in cls._fields))
 

@@ -81,7 +81,7 @@ def global_norm(sharded: ShardedModule, report: RankReport) -> Norm:
     """The norm of the sums of gradients; collective.
 
     It brings each rank's report to all. Every rank squares its span of each unit in fp64, whether its shard is that
-    span or, if gradients are not cut, the whole; units of one mesh add up first, then spans in order, then meshes.
+    span or, if gradients are not sharded, the whole; units of one mesh add up first, then spans in order, then meshes.
     So all stages add the same numbers in the same order. A rank adds 0 for a mesh of which it has no unit.
     """
     units, meshes, device = sharded.trained, sharded.meshes.made, sharded.device
@@ -111,7 +111,7 @@ def flags_of(report: RankReport, world: World) -> dict[int, RankFlags]:
 def exact_norm(sharded: ShardedModule, report: RankReport) -> Norm:
     """The same norm as `global_norm`, computed exactly; collective.
 
-    The same bits however gradients are cut or ordered: squares of fp32 numbers are exact in fp64; relative to the
+    The same bits however gradients are sharded or ordered: squares of fp32 numbers are exact in fp64; relative to the
     largest gradient of all they are cut to a fixed number of binary places, and integers add up without
     rounding. Independent of world size, stage, units and their meshes. The cut loses less than 2^-80 of the largest
     square per element: at 2^30 elements a relative error of the norm below 2^-50. inf or NaN if an element is.

@@ -214,7 +214,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._unscaled(self._mean) / count if count else 0.0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError once the parameters are cut; before, as in torch."""
+        """Raise RuntimeError once the parameters are resharded; before, as in torch."""
         if getattr(self, "_sharded", None) is not None:
             raise RuntimeError(
                 "add_param_group(): the parameters are cut into units for the groups that initialize() got; "
@@ -288,7 +288,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with the norm. `unwanted` decides from all reports and `grad_norm` whether to skip the step too, alike on all
         ranks; the host waits for it. `more`: the mean is so many times larger, as the step has fewer micro-batches.
         Raises RuntimeError, on all ranks, if a dynamic loss scale cannot be halved any more;
-        HeldOpen, on all ranks and with the gradients kept, while GatheredParameters holds parameters that are cut.
+        HeldOpen, on all ranks and with the gradients kept, while GatheredParameters holds resharded parameters.
         """
         sharded = self._sharded
         self._opt_called = True  # a scheduler would warn that it is stepped before this is
@@ -297,7 +297,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sharded.reducer.before_step()
         sharded.check_order()
         defers = self._deferring and unwanted is None
-        held = [unit.plan.name for unit in sharded.trained if unit.cut and unit.holds]
+        held = [unit.plan.name for unit in sharded.trained if unit.resharded and unit.holds]
         flags = RankFlags.LATE_GRADIENTS if sharded.reducer.late else RankFlags(0)
         flags |= RankFlags.GATHERED_PARAMETERS if held else RankFlags(0)
         flags |= RankFlags.BACKWARD if sharded.reducer.weights.counts else RankFlags(0)
@@ -446,4 +446,4 @@ def _refusal(ours: weakref.ref[ZeroOptimizer]) -> Callable[..., None]:
     return refuse
 
 
-# Reading order, 6 of 7; next: zero/engine/step.py, the order of events of a step.
+# Reading order, 8 of 9; next: zero/engine/step.py, the order of events of a step.

@@ -107,7 +107,7 @@ class _Turns:
         self._sequence = sequence
         rows = list(sequence.rows())
         self._rows = [each for each, _ in rows]
-        self._steps = ring(sequence.cut, sequence.axis.rank, tuple(borders for _, borders in rows), *masking)
+        self._steps = ring(sequence.by_rank, sequence.axis.rank, tuple(borders for _, borders in rows), *masking)
         self._coming: Passage | None = None
         self._returning: tuple[Step, Passage] | None = None
 

@@ -14,13 +14,13 @@ from zero.plan.sequences import Documents, begins, pieces
 
 @dataclass(frozen=True)
 class Sequence:
-    """axis: the ranks that have a piece each; cut: the pieces of each, positions [0, length) in the whole.
+    """axis: the ranks that have a piece each; by_rank: the pieces of each, positions [0, length) in the whole.
 
     documents: of the rows that have the same, row after row, with how many rows these are.
     """
 
     axis: Axis
-    cut: tuple[tuple[range, ...], ...]
+    by_rank: tuple[tuple[range, ...], ...]
     documents: tuple[tuple[int, Documents], ...]
 
     @property
@@ -31,12 +31,12 @@ class Sequence:
     @property
     def own(self) -> tuple[range, ...]:
         """The pieces of this rank."""
-        return self.cut[self.axis.rank]
+        return self.by_rank[self.axis.rank]
 
     @property
     def size(self) -> int:
         """Positions of each rank."""
-        return self.length // len(self.cut)
+        return self.length // len(self.by_rank)
 
     def rows(self) -> Iterator[tuple[slice, Documents]]:
         """The rows of a batch that have the same documents, and these."""
@@ -66,7 +66,7 @@ class Sequence:
 
     def alone(self) -> Sequence:
         """The whole sequence on this rank."""
-        return replace(self, axis=world_of_one().point(), cut=pieces(self.length, 1, False))
+        return replace(self, axis=world_of_one().point(), by_rank=pieces(self.length, 1, False))
 
 
 def whole_sequence(rows: int, length: int, position_ids: torch.Tensor | None) -> Sequence:

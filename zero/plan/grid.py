@@ -23,7 +23,7 @@ class UnitAxes(NamedTuple):
 
     It is cut along `shard` and repeated along `replica`, and its gradient is summed along both. Along `same` ranks have
     equal values and equal gradients, which are not summed; along `sums` equal values, and gradients that are parts of a
-    sum; along `parts` are the other parts of parameters that are cut by a `Cut`.
+    sum; along `parts` are the other parts of parameters that are resharded by a `Cut`.
     """
 
     shard: tuple[str, ...]

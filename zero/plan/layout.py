@@ -102,4 +102,4 @@ def round_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-# Reading order, 1 of 7; next: zero/core/state.py, what is in memory of a unit, and the moves between its states.
+# Reading order, 1 of 9; next: zero/core/param_buffer.py, what is in memory of a unit, and the moves between its states.

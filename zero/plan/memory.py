@@ -131,7 +131,7 @@ class Scheme:
     mirrored:        whether the device has memory of its own, and NCCL: it is not the host;
     native:          whether NCCL adds up gradients, too; else the slices of all ranks arrive;
     coded:           whether parameters, and whether gradients, are sent in 8 bits;
-    uses:            of one micro-batch; where parameters are not cut nothing is gathered for them.
+    uses:            of one micro-batch; where parameters are not resharded nothing is gathered for them.
     """
 
     sharding: Sharding
@@ -156,7 +156,7 @@ class Scheme:
         return self.accumulation > 1 and not self.sharding.grads
 
     @property
-    def cut(self) -> bool:
+    def resharded(self) -> bool:
         """Whether parameters are whole only while they are used; of one number of parts for all units."""
         return self.sharding.params and (self.parts > 1 or self._places(1)[0].params is not Where.DEVICE)
 
@@ -183,7 +183,7 @@ def alive_nbytes(
 ) -> KindBytes:
     """Bytes that an engine keeps on one rank's device at a moment described by names of units.
 
-    `gathered`: units whose parameters are full although they are cut between uses; `local_gradients`: units with a full
+    `gathered`: units whose parameters are full although they are resharded; `local_gradients`: units with a full
     gradient buffer of this rank; `reduced_gradients`: units whose reduced shard exists. State off the device is not
     counted, `host_bytes` does that. Of messages in 8 bits the owner keeps its part, and each rank its error.
     """
@@ -194,13 +194,13 @@ def alive_nbytes(
     for unit, held, parts in zip(units, scheme.held(units, rank), of_each(scheme.parts, units), strict=True):
         full = unit.layout.numel
         nbytes = ITEMSIZE[unit.dtype] * full
-        cut = sharding.params and (parts > 1 or held.away.parameters > 0)
-        travels = cut and parts > 1 and scheme.coded[0] and is_updated(unit) and unit.name not in kept
-        parameters = held.device.parameters if cut else nbytes
-        parameters += sum(spec.beside for spec in unit.params)
-        parameters += nbytes if cut and (unit.name in gathered or unit.name in kept) else 0
+        resharded = sharding.params and (parts > 1 or held.away.parameters > 0)
+        travels = resharded and parts > 1 and scheme.coded[0] and is_updated(unit) and unit.name not in kept
+        parameters = held.device.parameters if resharded else nbytes
+        parameters += sum(spec.extra_nbytes for spec in unit.params)
+        parameters += nbytes if resharded and (unit.name in gathered or unit.name in kept) else 0
         parameters += wire_nbytes(full) // parts if travels else 0
-        parameters += (wire_nbytes(full) if travels else nbytes) // secondary if cut and secondary > 1 else 0
+        parameters += (wire_nbytes(full) if travels else nbytes) // secondary if resharded and secondary > 1 else 0
         gradients = wire_nbytes(full) if scheme.coded[1] and parts > 1 and is_updated(unit) else 0
         if unit.name in local_gradients:
             local = unit.dtype if sharding.grads or scheme.accumulation == 1 else scheme.accumulate

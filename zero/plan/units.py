@@ -24,8 +24,8 @@ OWN_UNIT_NUMEL = 100_000
 class ParamSpec(NamedTuple):
     """The facts about one parameter, as the module has it, for planning. `group`: in the optimizer; -1 for none.
 
-    `beside`: bytes that every rank keeps with it: the scales of a weight in 4 or 8 bits. `axes`: of the ranks that
-    share it; `cut`: its part of a larger parameter, or None.
+    `extra_nbytes`: bytes that every rank keeps with it: the scales of a weight in 4 or 8 bits. `axes`: of the ranks
+    that share it; `cut`: its part of a larger parameter, or None.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ParamSpec(NamedTuple):
     requires_grad: bool
     group: int
     ndim: int = 1
-    beside: int = 0
+    extra_nbytes: int = 0
     axes: UnitAxes = DENSE
     cut: Cut | None = None
 
@@ -44,7 +44,7 @@ class ParamSpec(NamedTuple):
         return self.numel if self.cut is None else self.cut.full_numel
 
 
-Parts = int | Sequence[int]  # ranks that state is cut over: for all units, or for each
+Parts = int | Sequence[int]  # ranks that state is sharded over: for all units, or for each
 
 
 def of_each(value: Parts, units: Sequence[UnitPlan]) -> Sequence[int]:

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero.core.agree import agree
+from zero.core.hooks import tensors_in
 from zero.core.owner import owner_of
 from zero.core.prefetcher import in_backward
-from zero.core.tensors import tensors_in
 from zero.core.torch_private import storage_id
 from zero.core.world import Axis
 from zero.log import rank_zero

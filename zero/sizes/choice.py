@@ -20,8 +20,8 @@ DEVICE, HOST, FILE = Where.DEVICE.value, Where.HOST.value, Where.FILE.value
 class StageChoice(NamedTuple):
     """A stage, where optimizer state and parameters rest, in the words of the JSON, and the mesh.
 
-    shard_size: ranks that state is cut over (`zero.shard_size`), 0 for all; secondary: those that hold a second copy of
-    the parameters (`zero_hpz_partition_size`), 1 for none.
+    shard_size: ranks that state is sharded over (`zero.shard_size`), 0 for all; secondary: those that hold a second
+    copy of the parameters (`zero_hpz_partition_size`), 1 for none.
     """
 
     stage: int
@@ -77,7 +77,7 @@ def scheme_of(
     if once and not settings.reduces_each:  # gradients add up over a schedule
         sharding = replace(sharding, grads=False)
     parts = (choice.shard_size or settings.summed) if sharding.optim else 1
-    cut = sharding.params and (parts > 1 or choice.params != DEVICE)
+    resharded = sharding.params and (parts > 1 or choice.params != DEVICE)
     accumulate, travel = settings.data_types.grad_accum_dtype or "fp32", settings.communication_data_type
     state, limits = section.offload_optimizer, Limits.of_section(section)
     ratio = 1.0 if state.ratio == "auto" else state.ratio
@@ -85,7 +85,7 @@ def scheme_of(
     streamed = mirrored and (state.zero.update != "host" if streamed is None else streamed)
     collected = accumulation > 1 and not sharding.grads
     sent = travel or (accumulate if collected else settings.compute_dtype)
-    coded = cut and parts > 1 and section.zero_quantized_weights, parts > 1 and section.zero_quantized_gradients
+    coded = resharded and parts > 1 and section.zero_quantized_weights, parts > 1 and section.zero_quantized_gradients
     together = per_host is None or (parts if parts > 1 else settings.summed) <= per_host
     native = mirrored and not coded[1] and ITEMSIZE[sent] > summed_here(zero.reduce, together)
     rounded = accumulation == 1 and (settings.summed == 1 or native) and zero.reduce != "tree" and travel is None
@@ -113,5 +113,5 @@ def scheme_of(
         mirrored=mirrored,
         native=native,
         coded=coded,
-        uses=found if cut else [ForeseenUse(use.unit, False, 0) for use in found],
+        uses=found if resharded else [ForeseenUse(use.unit, False, 0) for use in found],
     )

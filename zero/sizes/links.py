@@ -123,7 +123,7 @@ class Moves:
         second = scheme.secondary
         inside = self._group(second if second > 1 else scheme.parts)
         publish = []
-        if updated and scheme.cut and second > 1:
+        if updated and scheme.resharded and second > 1:
             publish = [self._group(scheme.parts // second, second).links(whole / second)]
         elif updated and not gathered:
             publish = [self._group(scheme.parts).links(whole)]

@@ -1,4 +1,4 @@
-"""While a model is built: every parameter is cut once its module is complete, and comes back when code asks for it.
+"""While a model is built: every parameter is sharded once its module is complete, and comes back when code asks.
 
 Torch tells of every parameter and every module that is registered. A parameter is open, which means plain, from
 its registration. It is closed when its module is registered in a parent, for it is complete then, and at the

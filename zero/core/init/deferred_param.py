@@ -13,14 +13,13 @@ from torch.nn.parameter import is_lazy
 
 from zero.compat.bitsandbytes import Int8, format_of
 from zero.core import comm
-from zero.core.initial_values import share_equal, share_with_peers
+from zero.core.initial_values import share_equal, share_quant_state
 from zero.core.mesh import Mesh
 from zero.core.owner import Owner, axes_of, cut_of, placed_as
-from zero.core.param_buffer import ParamBuffer
+from zero.core.param_buffer import ParamBuffer, State
 from zero.core.released import Placeholder, Released, absent
-from zero.core.sharded_params import ShardedParams
-from zero.core.state import State
 from zero.core.torch_private import parameter_of_class, tensors_of_storage
+from zero.core.unit import ShardedParams
 from zero.core.world import local_device
 from zero.memory.state_placement import StatePlacement
 from zero.plan.grid import UnitAxes
@@ -166,7 +165,7 @@ class DeferredParam(ShardedParams):
             share_equal([param], self.plan, mesh.peers)
         self.shard.window = self.plan.layout.shard(self.mesh.shard.rank, self.mesh.shard.size)
         self.shard.values = storage.put(comm.deal(param.detach(), self.shard.window.numel, self.mesh.shard))
-        share_with_peers([param], self.mesh.data, self.plan.name)
+        share_quant_state([param], self.mesh.data, self.plan.name)
         self.buffer.close()
         self.release()
 
@@ -226,7 +225,7 @@ class DeferredParam(ShardedParams):
     def move_to(self, target: torch.Tensor) -> bool:
         """Copy the values to `target`, of the parameter's shape, and leave the parameter without any.
 
-        Returns whether the values were the same on all ranks. Where parameters are cut, a collective.
+        Returns whether the values were the same on all ranks. Where parameters are resharded, a collective.
         """
         equal = not self.opened
         self.gather()

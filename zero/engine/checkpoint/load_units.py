@@ -17,7 +17,7 @@ from zero.checkpoint.differences import Ask, Match, TargetParameter, compare, st
 from zero.checkpoint.index import Damaged, Index, SavedParameter
 from zero.checkpoint.reader import SLICE, Reader
 from zero.checkpoint.safe_file import DTYPES, NAMES, dtype_name
-from zero.compat.bitsandbytes import load_beside, names_beside
+from zero.compat.bitsandbytes import load_quant_state, quant_params
 from zero.core.agree import agree, if_different
 from zero.core.unit import Unit
 from zero.core.world import Axis
@@ -251,7 +251,7 @@ def fit(
     """
     buffers = {name: (tuple(value.shape), dtype_name(value.dtype)) for name, value in saved_buffers(module).items()}
     # What says of 4-bit weights how they were made is text, and as long as its numbers.
-    packed = names_beside(module)
+    packed = quant_params(module)
     stored = {name: (each.shape, each.dtype) for name, each in index.buffers.items() if name in packed}
     match = compare(index, wanted, buffers | stored, ask)
     problem = match.problem(ask)
@@ -289,4 +289,4 @@ def load_buffers(reader: Reader, module: nn.Module, names: Iterable[str], own: M
         else:
             others[name] = value
     if others:  # by modules, for each state_dict, and only they know what it is
-        module.load_state_dict(load_beside(module, others), strict=False)
+        module.load_state_dict(load_quant_state(module, others), strict=False)

@@ -19,7 +19,7 @@ from zero.checkpoint.weight_files import sort_out, weights_at
 from zero.compat.pipe import PipelineModule
 from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import cut_of, owner_of
-from zero.core.state import State
+from zero.core.param_buffer import State
 from zero.core.values import full_shape
 from zero.core.world import Axis
 from zero.engine.checkpoint.load_units import (

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.core.tensors import tensors_in
+from zero.core.hooks import tensors_in
 from zero.core.unit import Unit
 from zero.parallel.pipeline.two_parts import backward_of_inputs, backward_of_params
 

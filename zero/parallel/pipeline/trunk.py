@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.core.tensors import map_leaves, tensors_in
+from zero.core.hooks import tensors_in
+from zero.core.tensors import map_leaves
 from zero.parallel.pipeline.partition import layers
 from zero.parallel.pipeline.split import Divided
 from zero.parallel.pipeline.stage import Batch

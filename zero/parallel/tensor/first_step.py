@@ -11,7 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core import comm
 from zero.core.agree import agree
-from zero.core.tensors import map_leaves, tensors_in
+from zero.core.hooks import tensors_in
+from zero.core.tensors import map_leaves
 from zero.core.world import Axis
 from zero.parallel.tensor.plan import TensorPlan
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero.compat.bitsandbytes import beside, format_of
+from zero.compat.bitsandbytes import format_of, quant_tensors
 from zero.config import load
 from zero.config.grid_sizes import KEYS, given_sizes
 from zero.core.released import Released
@@ -178,7 +178,7 @@ def _like(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
     made = parameter_of_class(kind, values)
     vars(made).update({key: value for key, value in vars(param).items() if not key.startswith("_zero")})
     if form == "int8":
-        made.CB, made.SCB = values, beside(param)[0].clone()
+        made.CB, made.SCB = values, quant_tensors(param)[0].clone()
     else:
         made.quant_state, made.module = copy.deepcopy(param.quant_state), None
     return made

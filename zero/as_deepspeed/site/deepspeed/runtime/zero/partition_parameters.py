@@ -131,7 +131,7 @@ def _dtype(values: dict[str, Any]) -> torch.dtype | None:
 class GatheredParameters(zero.GatheredParameters):
     """`zero.GatheredParameters`, in which a change that is lost is a warning, once for each place, as in DeepSpeed.
 
-    Programs merge and unmerge adapters in such a block. Where parameters are not cut, the change stays. With
+    Programs merge and unmerge adapters in such a block. Where parameters are not resharded, the change stays. With
     `zero_optimization.enable_sanity_checks` in the JSON of their engine it is an error.
     """
 
@@ -188,7 +188,7 @@ for _name, _value in {"cpu": _cpu, "__reduce_ex__": _reduce}.items():
 
 def _of_cut(param: nn.Parameter, name: str) -> Owner:
     owner = owner_of(param)
-    if owner is None or not owner.unit.cut:
+    if owner is None or not owner.unit.resharded:
         raise AttributeError(f"'{type(param).__name__}' object has no attribute '{name}': it is not cut", name=name)
     return owner
 
