@@ -115,8 +115,8 @@ class Meshes:
         return tuple({mesh.order: mesh for mesh in self._made.values()}.values())
 
     @property
-    def same_modules(self) -> Axis:
-        """The ranks that hold the same modules: all, but for those along pp; collective."""
+    def same_part(self) -> Axis:
+        """The ranks that hold the same part of the model: all, but for those along pp; collective."""
         return self.along(*AXES[1:])
 
     @property
