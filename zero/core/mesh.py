@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -45,6 +46,7 @@ class Mesh:
     order: tuple[int, ...] = (0,)
     secondary: Axis | None = None
     across: Axis | None = None
+    _indices: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def span(self) -> int:
@@ -75,7 +77,17 @@ class Mesh:
         """Values of each rank of the world [world.size, ...], in the order of the spans that they count."""
         if len(self.order) == self.data.size and self.nested:  # by views, for which no device is waited for
             return values.unflatten(0, (self.replica.size, self.shard.size)).transpose(0, 1).flatten(0, 1)
-        return values[list(self.order)]
+        return values[self._index(self.order, values.device)]
+
+    def by_place(self, rows: torch.Tensor) -> torch.Tensor:
+        """The reverse: rows of the spans [data.size, ...], in the order of the ranks that count them."""
+        return rows[self._index(tuple(map(self.order.index, sorted(self.order))), rows.device)]
+
+    def _index(self, places: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """These as an index on the device: copied there once, since the host would wait for it at each step."""
+        if (places, device) not in self._indices:
+            self._indices[places, device] = torch.tensor(places, device=device)
+        return self._indices[places, device]
 
 
 class Meshes:

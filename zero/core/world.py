@@ -145,6 +145,13 @@ def make_world(
     return replace(world, per_node=per_node)
 
 
+def axis_of(group: dist.ProcessGroup) -> Axis:
+    """The ranks of a group that the program has made, outside of any engine."""
+    rank, ranks = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
+    native = backend_of(group, local_device()) == "nccl"
+    return Axis(weakref.ref(group), len(ranks), rank, native, Watchdog(dist.get_rank()), ranks)
+
+
 def alive(ref: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | None:
     """The process group, None where there is none. Raises RuntimeError where it was destroyed."""
     group = ref and ref()
