@@ -17,7 +17,6 @@ CPU_ONLY = {
     "it brings a device of its own": {
         "core/test_nccl.py": "",
         "core/test_stream_order.py": "",
-        "engine/test_graphs.py": "",
         "engine/test_no_host_wait.py": "",
         "watchdog/test_watchdog.py": "test_a_gather_that_never_ends_is_named_although_no_thread_waits_in_it",
     },

@@ -20,9 +20,8 @@ from zero.config import Config, ConfigError, load
 from zero.core.agree import alike
 from zero.core.world import Axis, axis_of
 from zero.recompute.call import recomputed
-from zero.recompute.holder import HOLDER
+from zero.recompute.holder import HOLDER, SeedTracker
 from zero.recompute.saved_inputs import ALONE, NO_NUMBER, InputStore
-from zero.recompute.seeds import SeedTracker
 
 __all__ = [
     "checkpoint",

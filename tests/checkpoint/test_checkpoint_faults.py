@@ -73,7 +73,7 @@ import contextlib, gc, json, os, signal, sys, traceback
 import torch
 from checkpoint_files import engine_of, step
 import zero
-from zero.checkpoint import store_barrier
+from zero.watchdog import store_barrier
 
 store_barrier.GRACE = 1.0
 

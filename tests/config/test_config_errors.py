@@ -298,12 +298,6 @@ RUNS = """\
     zero.profile.steps: is missing; give the first and the last step of the trace, such as [10, 12]
 {"zero": {"profile": {"steps": [0, 2]}}}
     zero.profile.steps: got [0, 2], wanted a list of two integers of at least 1, as [10, 12]
-{"graph_harvesting": true, "zero_optimization": {"stage": 3}}
-    graph_harvesting: got true with zero_optimization.stage 3, which gathers parameters inside of a micro-batch; ...
-{"graph_harvesting": true, "zero": {"recompute": {"modules": ["Block"]}}}
-    graph_harvesting: got true with zero.recompute, which sets random numbers back inside of a backward; keep ...
-{"graph_harvesting": true, "flops_profiler": {"enabled": true}}
-    graph_harvesting: got true with flops_profiler.enabled, which counts what modules do when they are called; ...
 """
 
 

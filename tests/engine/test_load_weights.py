@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,12 @@ def damaged(tmp_path: Path, kind: str) -> str:
     if kind == "old":
         torch.save({}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
         return "is not a whole file of torch.save in its format since torch 1.6"
+    if kind == "zipped":  # by another program, which puts storages elsewhere than torch
+        torch.save(small().state_dict(), tmp_path / "of_torch")
+        with zipfile.ZipFile(tmp_path / "of_torch") as old, zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as new:
+            for name in old.namelist():
+                new.writestr(name, old.read(name))
+        return "is not as torch.save writes it"
     if kind == "name":
         (tmp_path / "model.onnx").touch()
         return "holds no safetensors file"
@@ -189,7 +196,7 @@ def damaged(tmp_path: Path, kind: str) -> str:
     return "'head.bias' is not in model-00001" if kind == "moved" else "names '../x.safetensors', which is no file"
 
 
-TORCH = ("pickle", "nested", "transposed", "sparse", "old")
+TORCH = ("pickle", "nested", "transposed", "sparse", "old", "zipped")
 
 
 @pytest.mark.parametrize("kind", [*TORCH, "empty", "name", "cut", "rubbish", "two", "shard", "moved", "outside"])

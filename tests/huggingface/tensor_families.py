@@ -335,7 +335,8 @@ def _apart_in_64_bits(model: Any, inputs: dict[str, Any], meshes: Any) -> dict[s
     import torch.distributed as dist
 
     from zero.config.tensor_parallel import TensorParallel
-    from zero.parallel.tensor.cutting import CutModel, joined
+    from zero.parallel.tensor.cutting import CutModel
+    from zero.parallel.tensor.moves import assembled
     from zero.parallel.tensor.plan import tensor_plan
 
     section = TensorParallel(autotp_size=2)
@@ -354,7 +355,7 @@ def _apart_in_64_bits(model: Any, inputs: dict[str, Any], meshes: Any) -> dict[s
         if (place := plan.places[name]).axes.sums:
             dist.all_reduce(found[name])
         if place.cut is not None:
-            found[name] = joined(found[name], place, cut.axis)
+            found[name] = assembled(found[name], cut.axis, place.dim, place.ranges)
     return _apart(loss, found, *wanted)
 
 

@@ -28,7 +28,7 @@ from starting import WHO
 from torch import nn
 
 import zero
-from zero.engine.meeting import met
+from zero.engine.joining import met
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "tests" / "starting.py")

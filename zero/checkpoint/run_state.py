@@ -139,7 +139,7 @@ class Numpy(TypedDict):
 
 @with_config(EXACT)
 class Streams(TypedDict):
-    """Of `zero.recompute.seeds`."""
+    """Of `zero.recompute.holder`."""
 
     states: dict[str, Bytes | None]
     seeds: list[int]

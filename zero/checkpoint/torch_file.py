@@ -19,6 +19,7 @@ import torch
 
 from zero.checkpoint.index import Damaged, Part, Stored
 from zero.checkpoint.safe_file import DTYPES, NAMES, dtype_name
+from zero.core.torch_private import offset_in_file
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -45,8 +46,8 @@ _NAMES = (
 _STANDING = [(type(name.rpartition(".")[2], (StandIn,), {}), name) for name in _NAMES]
 
 
-def load(path: Path) -> Any:
-    """What a file holds, tensors on the CPU and mapped from the file.
+def load(path: Path, device: str = "cpu") -> Any:
+    """What a file holds, tensors on the CPU and mapped from the file, or on the meta device.
 
     Raises Refused, naming the class, for a file with any other object than tensors, plain containers, and those few of
     DeepSpeed, and for one that torch.save has not written; OSError.
@@ -56,7 +57,7 @@ def load(path: Path) -> Any:
         raise Refused(f"{path} is not a whole file of torch.save in its format since torch 1.6")
     try:
         with torch.serialization.safe_globals(_STANDING):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            return torch.load(path, map_location=device, mmap=True, weights_only=True)
     except UnpicklingError as error:
         raise Refused(f"{path} is refused: {_reason(str(error))}") from None
     except (RuntimeError, EOFError, KeyError, IndexError, TypeError, AttributeError) as error:
@@ -93,39 +94,17 @@ def contents(path: Path) -> dict[str, Stored]:
             how = "not contiguous" if dense else str(value.layout).removeprefix("torch.")
             how = how if value.dtype in NAMES else dtype_name(value.dtype)
             raise Damaged(f"{path}: '{name}' is {how}; wanted a dense, contiguous tensor of {', '.join(DTYPES)}")
-    offsets = _offsets(path, state)
-    stored = {}
-    for name, value in state.items():
-        begin = offsets.get(value.untyped_storage().data_ptr(), 0) + value.storage_offset() * value.itemsize
-        part = Part(0, value.numel(), path.name, begin)
-        stored[name] = Stored(NAMES[value.dtype], tuple(value.shape), (part,))
+    with zipfile.ZipFile(path) as archive:
+        orders = [archive.read(name).decode() for name in archive.namelist() if name.endswith("/byteorder")]
+    if orders and orders[0] != sys.byteorder:
+        raise Damaged(f"{path} was written on a machine of another byte order; convert it to safetensors there")
+    stored, bases = {}, set()
+    for name, there in load(path, "meta").items():
+        part = Part(0, there.numel(), path.name, offset_in_file(there))
+        stored[name] = Stored(NAMES[there.dtype], tuple(there.shape), (part,))
+        if part.numel:
+            bases.add(state[name].data_ptr() - part.offset)
+    # torch maps the file as one piece, but reckons the bytes at which storages begin, as if it had written them.
+    if len(bases) > 1:
+        raise Damaged(f"{path} is not as torch.save writes it; load it and save it again")
     return stored
-
-
-def _offsets(path: Path, state: Mapping[str, torch.Tensor]) -> dict[int, int]:
-    """For each memory that tensors share, the byte of the file at which it begins; it is mapped from there."""
-    storages = [value.untyped_storage() for value in state.values()]
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
-    records = _records(path)
-    found = sorted(sizes.items())
-    # The file is mapped as one piece, so that both have one order and one distance.
-    if [size for _, size in found] == [size for _, size in records]:
-        offsets = {memory: offset for (memory, _), (offset, _) in zip(found, records, strict=True)}
-        if len({memory - offset for memory, offset in offsets.items()}) <= 1:
-            return offsets
-    raise Damaged(f"{path} holds more than the tensors that it names, or not as torch.save writes them")
-
-
-def _records(path: Path) -> list[tuple[int, int]]:
-    """First byte and number of bytes of each storage in the file, in order."""
-    found = []
-    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
-        for info in archive.infolist():
-            folder, _, name = info.filename.rpartition("/")
-            if name == "byteorder" and archive.read(info).decode() != sys.byteorder:
-                raise Damaged(f"{path} was written on a machine of another byte order; convert it to safetensors there")
-            if folder.endswith("/data") and info.file_size:
-                file.seek(info.header_offset + 26)  # of its own header, which may differ from that at the file's end
-                name_length, extra_length = (int.from_bytes(file.read(2), "little") for _ in range(2))
-                found.append((info.header_offset + 30 + name_length + extra_length, info.compress_size))
-    return sorted(found)

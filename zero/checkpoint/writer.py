@@ -19,11 +19,11 @@ from zero.checkpoint.index import Line, Part, assemble, file_name
 from zero.checkpoint.retention import Retention, tidy
 from zero.checkpoint.safe_file import NAMES, TensorChunk, Writing
 from zero.checkpoint.staging import Staging
-from zero.checkpoint.store_barrier import Lost, StoreBarrier
 from zero.log import logger
 from zero.memory.streams import Event, record_event
 from zero.plan.layout import round_up
 from zero.plan.memory import LINE
+from zero.watchdog.store_barrier import Lost, StoreBarrier
 
 APPEARS = 10.0  # seconds that another host's file may take to be seen
 WRITES = "writing a checkpoint"
@@ -77,7 +77,7 @@ class CheckpointWriter:
         for form in plan.forms:
             by_file.setdefault(FILES.get(form.kind, "moments"), []).append(form)
         for kind, forms in by_file.items():
-            path = plan.place / file_name(kind, barrier.rank, barrier.world_size, plan.save)
+            path = plan.place / file_name(kind, barrier.rank, len(barrier.ranks), plan.save)
             with _naming(path):
                 writing = Writing(path, forms, {}, self.moved, staging)
             self._writings.append(writing)

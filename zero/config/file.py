@@ -28,6 +28,7 @@ from zero.config.zero_section import ZeroOptimization
 
 _ONLY_DATA = "is not there yet: ranks share out data and sequences only; leave it out"
 _NOT_FOR_YOU = "is not there yet: experts are not placed for you; leave out all but the number of ranks"
+_NO_GRAPHS = "engine.compile(compile_kwargs={'mode': 'reduce-overhead'}) makes CUDA graphs, where there are any"
 _NOT_ENABLED = Unavailable(NOT_AVAILABLE.message, on=enabled)
 # Sections that decide over numbers and memory: what was meant for them must not be ignored.
 _DECISIVE = ("zero_optimization", "zero", "fp16", "bf16", "data_types", "torch_autocast", "activation_checkpointing")
@@ -98,8 +99,7 @@ class File(Section):
     of micro-batches, none included, and the mean is over all of them; no batch size is needed then."""
     disable_allgather: Annotated[Bool, NOTHING_TO_SET] = False
     vocabulary_size: Annotated[Positive | None, NOTHING_TO_SET] = None
-    graph_harvesting: Bool = False
-    """Run forward and backward of a micro-batch as CUDA graphs, at stages 0 to 2."""
+    graph_harvesting: Annotated[Bool, Idle(_NO_GRAPHS)] = False
     use_data_before_expert_parallelism: Annotated[Bool, Unavailable(_ONLY_DATA)] = False
     sequence_parallel_size: Positive = 1
     """Ranks that a sequence is cut over; as many consecutive ranks have the same samples. See zero.context."""

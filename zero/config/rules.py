@@ -96,29 +96,6 @@ def storage(file: File) -> Iterator[str]:
         yield f"zero.profile.steps: got {list(steps)}, wanted the first step and then the last, such as [10, 12]"
 
 
-def graphs(file: File) -> Iterator[str]:
-    """Rules about CUDA graphs, in which the host decides nothing."""
-    why = {
-        "zero_optimization.stage 3, which gathers parameters inside of a micro-batch; set the stage to 0, 1 or 2": (
-            file.zero_optimization.stage == 3
-        ),
-        "zero.recompute, which sets random numbers back inside of a backward; keep one of the two": bool(
-            file.zero.recompute.modules
-        ),
-        "flops_profiler.enabled, which counts what modules do when they are called; keep one of the two": (
-            file.flops_profiler.enabled
-        ),
-        "sequence_parallel_size above 1, whose attention sends from the host; keep one of the two": (
-            file.sequence_parallel_size > 1
-        ),
-        "tensor_parallel.autotp_size above 1, whose layers send from the host; keep one of the two": (
-            max(file.tensor_parallel.autotp_size, file.tensor_parallel.tp.tp_size) > 1
-        ),
-    }
-    if file.graph_harvesting:
-        yield from (f"graph_harvesting: got true with {text}" for text, there in why.items() if there)
-
-
 def means(file: File) -> Iterator[str]:
     """Rules about a mean over tokens: a loss is multiplied by their number before its gradient travels and adds up."""
     dtypes = {

@@ -32,9 +32,8 @@ class Owner(NamedTuple):
     def ensure_all_gathered(params: Sequence[torch.Tensor]) -> bool:
         """`Unit.ensure_gathered` of all these parameters, so that gathering one does not send another away again."""
         units = list({id(owner.unit): owner.unit for owner in map(owner_of, params)}.values())
-        held = [
-            unit for unit in units if unit.resharded
-        ]  # others stay, and other threads may read them at the same time
+        # Others stay, and other threads may read them at the same time.
+        held = [unit for unit in units if unit.resharded]
         for unit in held:
             unit.holds += 1
         try:

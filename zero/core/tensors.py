@@ -42,7 +42,7 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 def find_loss(output: Any) -> torch.Tensor | None:
     """The loss in what a model returned: the scalar itself, `.loss`, `["loss"]` or `[0]`; None if there is none."""
     loss = output
-    if isinstance(output, dict):
+    if isinstance(output, MutableMapping):
         loss = output.get("loss")
     elif not isinstance(output, torch.Tensor):
         loss = getattr(output, "loss", None)

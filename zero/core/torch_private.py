@@ -38,6 +38,11 @@ def storage_id(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def offset_in_file(tensor: torch.Tensor) -> int:
+    """The byte at which a tensor begins in the file of torch.save out of which it was loaded on the meta device."""
+    return tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
+
+
 def tensors_of_storage(storage: torch.UntypedStorage) -> int:
     """How many C++ tensors refer to the storage, the caller's Python object included."""
     return torch._C._storage_Use_Count(storage._cdata)

@@ -135,7 +135,7 @@ def make_world(
     watchdog.start(ranks, group, timeout, DeviceWaits(partial(record_event, device)) if native else None)
     try:
         number, per_node = _agreed(world, same or {})
-        watchdog.store.renumber(number)
+        watchdog.barrier.renumber(number)
         if native:  # NCCL's own time-out, which ends the process, is to come after our report
             group.set_timeout(_time_limit(timeout))
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,9 +13,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, default_collate
 
 from zero.config import Config
-from zero.data.iterables import RankIterable, WorkerBatch, WorkerCollate
 from zero.data.position import BatchCounts, Partition, Position
-from zero.data.samplers import RankBatchSampler, RankSampler, SeededDataset
+from zero.data.samplers import (
+    RankBatchSampler,
+    RankIterable,
+    RankSampler,
+    SeededDataset,
+    WorkerBatch,
+    collate_in_worker,
+)
 from zero.data.token_batches import TokenBatchSampler
 
 ROUTES = ("train", "eval", "predict")  # DeepSpeed's words for what a loader is used for; only "train" shuffles
@@ -53,10 +60,8 @@ class Loader:
         dataset, batch_size: as given.
         sampler: the source of this rank's indices; None for an IterableDataset.
         on_batch: called with each batch before it is yielded, unless None.
-        on_end: called when a pass has ended.
+        on_end: called when a pass has ended, unless None.
     """
-
-    on_end: Callable[[], object] = bool
 
     def __init__(
         self,
@@ -80,8 +85,7 @@ class Loader:
         self._rank, self._drop_last = rank, drop_last
         if together is not None and (together < 1 or together % world_size):
             raise ValueError(f"together: got {together}; wanted a multiple of the world size {world_size}")
-        # A separate generator: a pass must not draw from torch's global one, on which dropout and the like
-        # depend.
+        # A separate generator: a pass must not draw from torch's global one, on which dropout and the like depend.
         self._generator = torch.Generator()
         common: dict[str, Any] = {
             "pin_memory": pin_memory,
@@ -102,7 +106,7 @@ class Loader:
         )
         if stream:
             items = RankIterable(dataset, self._partition, rank)
-            collate = WorkerCollate(collate_fn or default_collate)
+            collate = functools.partial(collate_in_worker, collate_fn or default_collate)
             self._source: RankBatchSampler | TokenBatchSampler | RankIterable = items
             self._loader = DataLoader(items, batch_size, collate_fn=collate, drop_last=drop_last, **common)
         else:
@@ -116,6 +120,7 @@ class Loader:
             self._loader = DataLoader(seeded, batch_sampler=self._source, collate_fn=collate_fn, **common)
         self._here = self._next = self._partition.begin(0)
         self.on_batch: Callable[[BatchCounts], None] | None = None
+        self.on_end: Callable[[], object] | None = None
         self._sampler_epoch = getattr(self.sampler, "epoch", None)  # another one there was set by the loop
         self._loads = 0  # positions loaded so far; a pass begun before the last load ends
 
@@ -156,7 +161,8 @@ class Loader:
             batch = next(batches, _END)
             if batch is _END:
                 self._here = self._partition.begin(at.epoch + 1)
-                self.on_end()
+                if self.on_end is not None:
+                    self.on_end()
                 return
             if self.on_batch is not None:
                 self.on_batch(self._counts(at))
@@ -333,10 +339,7 @@ def make_loader(
     collate_fn: Callable[..., Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> Loader:
-    """See `Engine.deepspeed_io`; `rank`: of `settings.world_size` data-parallel ones.
-
-    Raises ValueError for what no loader can be made of.
-    """
+    """See `Engine.deepspeed_io`; `rank`: of `settings.world_size`. Raises ValueError for what does not fit."""
     if route not in ROUTES:
         raise ValueError(f"deepspeed_io(route=...): got {route!r}, wanted one of {', '.join(map(repr, ROUTES))}")
     world_size = settings.world_size

@@ -77,10 +77,7 @@ class Partition:
         return {**place, "dealing": asdict(self)}
 
     def load(self, state: Mapping[str, Any]) -> Position:
-        """The position from `save`, of this partition or another; warns if it cannot be exact.
-
-        Raises ValueError for anything else.
-        """
+        """The position from `save`, of any partition; warns if it is not exact. Raises ValueError for anything else."""
         try:
             was = Partition(**state["dealing"])
             at = Position(int(state["epoch"]), tuple(state["start"]), int(state["batches"]), tuple(state["seen"]))

@@ -213,10 +213,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def ending_micro_batch(self, partial: bool) -> Iterator[bool]:
-        """Around a `step()`: gives whether it is at the boundary, and counts the micro-batch if it succeeds.
-
-        `partial`: it is, after fewer micro-batches than a step has.
-        """
+        """Around a `step()`: gives whether it is at the boundary (or `partial`), and counts the micro-batch."""
         config, reducer = self.config, self._sharded.reducer
         if self._block in (Block.NO_SYNC, Block.COALESCING):
             raise RuntimeError(

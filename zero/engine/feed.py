@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -44,15 +44,6 @@ class Feed:
         self._sharded, self._prepare = sharded, prepare
         self._one_input, self._has_loss, self._needs_data = one_input, has_loss, needs_data
 
-    def repeat(self, loader: Iterable[Any]) -> None:
-        """Take batches from this one from now on, over and over."""
-
-        def passes() -> Iterator[Any]:
-            while True:
-                yield from loader
-
-        self.iterator = passes()
-
     def take(self, caller: str, data_iter: Iterator[Any] | None, count: int, config: Config) -> list[Batch]:
         """The micro-batches of `count` batches; collective.
 
@@ -63,7 +54,7 @@ class Feed:
         failure: Exception | None = None
         if source is not None:
             try:
-                found = self._taken(caller, source, count, config.pipeline.split_size)
+                found = self._taken(source, count, config.pipeline.split_size)
             except Exception as error:  # whatever a dataset raises
                 failure = error
         elif self._needs_data:
@@ -74,16 +65,17 @@ class Feed:
         mine = found and [[each.share, len(each.args), [*each.kwargs], each.key, each.digest] for each in found]
         said = agree(failure or mine, self._sharded.world, f"{caller}()")
         self._compare(caller, said)
-        known = next(each for each in self._of_replica(said) if each)
-        if found is None:
-            rows = enumerate(known)
-            return [
-                Batch(at, (None,) * args, dict.fromkeys(names), None, share, key)
-                for at, (share, args, names, key, _) in rows
-            ]
-        return found
+        if found is not None:
+            return found
+        replica = self._sharded.meshes.grid.ranks("pp", self._sharded.world.rank)
+        known = next(said[rank] for rank in replica if said[rank])
+        rows = enumerate(known)
+        return [
+            Batch(at, (None,) * args, dict.fromkeys(names), None, share, key)
+            for at, (share, args, names, key, _) in rows
+        ]
 
-    def _taken(self, caller: str, source: Iterator[Any], count: int, split_size: int | None) -> list[Batch]:
+    def _taken(self, source: Iterator[Any], count: int, split_size: int | None) -> list[Batch]:
         found: list[Batch] = []
         source = iter(source)
         for number in range(count):
@@ -117,9 +109,6 @@ class Feed:
 
         args, kwargs, target = map_leaves((args, kwargs, target), here)
         return Batch(number, args, kwargs, target, share, digest_of(forms), digest)
-
-    def _of_replica(self, said: Sequence[Any]) -> list[Any]:
-        return [said[rank] for rank in self._sharded.meshes.grid.ranks("pp", self._sharded.world.rank)]
 
     def _compare(self, caller: str, said: Sequence[Any]) -> None:
         """Raise RuntimeError, on all ranks, where those of one replica were given other samples."""

@@ -17,9 +17,6 @@ WORD = 8  # bytes
 _PLACE, _FIRST, _SECOND = (
     constant - (1 << 64) for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-# Words mixed at a time: what stays in a CPU's cache, and what keeps a GPU busy.
-_CHUNK = {"cpu": 1 << 16}
-_CHUNK_ELSEWHERE = 1 << 24
 
 
 @torch.no_grad()
@@ -31,7 +28,7 @@ def hash_spans(flat: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
     per = WORD // flat.itemsize
     words = flat.view(torch.int64)
     out = torch.zeros(len(spans), dtype=torch.int64, device=flat.device)
-    chunk = _CHUNK.get(flat.device.type, _CHUNK_ELSEWHERE)
+    chunk = 1 << (16 if flat.device.type == "cpu" else 24)  # words: what a CPU's cache holds, what keeps a GPU busy
     for begin in range(0, words.numel(), chunk):
         mixed = _mixed(words[begin : begin + chunk], begin)
         for index, span in enumerate(spans):

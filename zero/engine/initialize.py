@@ -69,7 +69,7 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.parallel.pipeline.build import Pipelined, pipelined
 from zero.parallel.shared import SharedSequences
-from zero.parallel.tensor.cutting import CutModel, cut_model, planned
+from zero.parallel.tensor.cutting import CutModel, planned
 from zero.parallel.tensor.plan import TensorPlan
 from zero.plan.cut import Box, Cut, cover_error
 from zero.plan.formats import Formats
@@ -222,8 +222,8 @@ def _make_engine(
         with world.watchdog.call(Phase.INITIALIZE):
             _refuse(model, groups, settings, sharding, world)
             # What fails from here on leaves it cut, whole layers being on no rank; the next call goes on with that.
-            in_stages = {} if stages is None else stages.divided.stage_of
-            tensors = None if plan is None else cut_model(model, plan, meshes, settings.tensor_parallel, in_stages)
+            cut = settings.tensor_parallel, {} if stages is None else stages.divided.stage_of
+            tensors = CutModel(model, plan, meshes, *cut) if isinstance(plan, TensorPlan) else plan
             _agree(model, groups, world, meshes)
             if (other := sharer(model, settings)) is not None and zero_optimizer is None:
                 world.watchdog.close()

@@ -20,6 +20,7 @@ from zero.engine.randomness import Randomness
 from zero.engine.status import Status
 from zero.engine.step import TrainingStep
 from zero.parallel.pipeline.build import Pipelined
+from zero.parallel.pipeline.partition import in_eval
 from zero.parallel.pipeline.runner import Calls, Runner
 from zero.parallel.pipeline.stage import Batch, Stage
 from zero.plan.pipeline import forward_orders
@@ -27,10 +28,7 @@ from zero.watchdog.hang_report import Phase
 
 
 class Pipeline:
-    """What an engine does with the stages of this rank.
-
-    feed: where micro-batches come from; stepping: `train_batch` is in its step.
-    """
+    """An engine's stages on this rank; feed: where micro-batches come from; stepping: `train_batch` is in its step."""
 
     def __init__(
         self,
@@ -51,7 +49,7 @@ class Pipeline:
         self.feed = Feed(sharded, pipelined.one_input, has_loss, needs_data, pipelined.divided.prepare)
         each = config.reduces_each or (sharded.sharding.grads and config.pipeline.gather == "use")
         how = config.pipeline.gather == "step", each
-        self._runner = Runner(pipelined.stages(sharded), self._along, sharded, *how)
+        self._runner = Runner(pipelined.stages(), self._along, sharded, *how)
         self._whole = training.model
         if len(pipelined.places) > 1 and training.randomness is None:
             # Ranks that were seeded alike would drop the same places in every stage.
@@ -145,7 +143,7 @@ class Pipeline:
                 return stage.run(values, batch._replace(args=args, kwargs=kwargs))
 
             if self._training.forms.sharing is not None:
-                return self._training.forms.sharing.run(model, bool, *args, **kwargs)
+                return self._training.forms.sharing.run(model, lambda: False, *args, **kwargs)
             return model(*args, **kwargs)
 
         return self._training.run(run, (values, batch.args, batch.kwargs), {})
@@ -166,7 +164,7 @@ class Pipeline:
     ) -> Any:
         """See `Engine.eval_batch`."""
         self._status.check()
-        config, module = self._accumulation.config, self._sharded.module
+        config = self._accumulation.config
         batches = self.feed.take("eval_batch", data_iter, num_micro_batches or self.micro_batches, config)
         outputs: dict[int, Any] = {}
 
@@ -174,20 +172,16 @@ class Pipeline:
             outputs[number] = output
             return output
 
-        calls, trained = Calls(self._forward, keep, self._backward), module.training
-        module.eval()
-        try:
-            with torch.no_grad():
-                self._runner.evaluate(forward_orders(self.pipelined.schedule_of(len(batches))), batches, calls)
-        finally:
-            module.train(trained)
+        schedule = forward_orders(self.pipelined.schedule_of(len(batches)))
+        with in_eval(self._sharded.module), torch.no_grad():
+            self._runner.evaluate(schedule, batches, Calls(self._forward, keep, self._backward))
         given = [outputs[number] for number in range(len(batches))] if self.is_last else []
         result = None
         if compute_loss:
             shares = [batch.share for batch in batches]
             values = [self._value(output, batch) for output, batch in zip(given, batches, strict=False)]
             result = self._mean(values, shares, reduce_output == "avg", bcast_loss)
-        return (result, _together(given)) if return_logits else result
+        return (result, _concatenated(given)) if return_logits else result
 
     def _value(self, output: Any, batch: Batch) -> torch.Tensor:
         """The loss, or the output of a model that has none."""
@@ -200,12 +194,12 @@ class Pipeline:
             )
         return output
 
-    def _mean(self, values: Sequence[torch.Tensor], shares: Sequence[float], over_data: bool, tells: bool) -> Any:
-        """The mean of what the last stage has, on it or, if it `tells`, on all ranks."""
+    def _mean(self, values: Sequence[torch.Tensor], shares: Sequence[float], over_data: bool, broadcast: bool) -> Any:
+        """The mean of what the last stage has, on it or, if `broadcast`, on all ranks."""
         mean = None
         if values:
             mean = sum(value.double() * share for value, share in zip(values, shares, strict=True)) / sum(shares)
-        if tells:
+        if broadcast:
             here = mean is not None and [*mean.shape]
             shape = agree(here, self._along)[self.pipelined.places[-1]]
             mean = torch.empty(shape, dtype=torch.float64, device=self._sharded.device) if mean is None else mean
@@ -235,7 +229,7 @@ class Pipeline:
         return loss, tokens
 
 
-def _together(outputs: Sequence[Any]) -> Any:
+def _concatenated(outputs: Sequence[Any]) -> Any:
     """The outputs of all micro-batches, one after the other; None where there are none."""
     if outputs and all(isinstance(each, torch.Tensor) and each.ndim for each in outputs):
         return torch.cat(list(outputs))

@@ -9,11 +9,12 @@ from typing import Any, Literal
 import torch
 
 from zero.compat.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from zero.data.loader import RepeatingLoader
 from zero.engine.engine import Engine
 from zero.engine.pipeline import Pipeline
 
 
-class _Said(int):
+class _CallableBool(int):
     """True or false, also where it is called: DeepSpeed's programs do both."""
 
     def __call__(self) -> bool:
@@ -56,11 +57,11 @@ class PipelineEngine(Engine):
         self._status.check_not_destroyed()
         pipeline = self._training.model
         if pipeline.feed.iterator is None and self.training_dataloader is not None:
-            pipeline.feed.repeat(self.training_dataloader)
+            pipeline.feed.iterator = RepeatingLoader(self.training_dataloader)
         return pipeline
 
-    is_first_stage = property(lambda self: _Said(self._pipeline.is_first), doc="Of this rank.")
-    is_last_stage = property(lambda self: _Said(self._pipeline.is_last), doc="Of this rank.")
+    is_first_stage = property(lambda self: _CallableBool(self._pipeline.is_first), doc="Of this rank.")
+    is_last_stage = property(lambda self: _CallableBool(self._pipeline.is_last), doc="Of this rank.")
     micro_batches = property(lambda self: self._pipeline.micro_batches, doc="Those of a schedule.")
     num_stages = property(lambda self: len(self._pipeline.pipelined.places), doc="Those of all ranks.")
     stage_id = property(lambda self: self._pipeline.pipelined.here[0], doc="The first one of this rank.")
@@ -75,7 +76,7 @@ class PipelineEngine(Engine):
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Take batches from it, over and over, where `train_batch` and `eval_batch` bring none."""
-        self._pipeline.feed.repeat(loader)
+        self._pipeline.feed.iterator = RepeatingLoader(loader)
 
     def set_dataiterator(self, iterator: Iterable[Any]) -> None:
         """Take batches from it where `train_batch` and `eval_batch` bring none."""

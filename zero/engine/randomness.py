@@ -38,10 +38,7 @@ class Randomness:
 
     @contextlib.contextmanager
     def forward(self, step: int, micro_batch: int) -> Iterator[None]:
-        """Inside, torch's generators are seeded for this rank's micro-batch of optimizer step `step`.
-
-        Afterwards the generators are as they were before.
-        """
+        """Inside, torch's generators are seeded for this rank's micro-batch of optimizer step `step`."""
         if self._place != (step, micro_batch):
             self._place, self._forwards = (step, micro_batch), 0
         shared = micro_batch * self._own.size + self._own.rank
@@ -50,24 +47,15 @@ class Randomness:
         generators = [torch.default_generator]
         if self._device.type == "cuda":
             generators.append(torch.cuda.default_generators[self._device.index])
-        states = [generator.get_state() for generator in generators]
-        try:
+        with torch.random.fork_rng([each.device for each in generators[1:]]):
             for generator in generators:
                 generator.manual_seed(seed)
             yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
         """All that `load_state_dict` needs, the same on all ranks, as plain numbers."""
         return {"base": list(self._base), "place": list(self._place), "forwards": self._forwards}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another run was; on all ranks alike. Raises ValueError for what is no `state_dict`."""
-        wanted = self.state_dict().keys()
-        if state.keys() != wanted:
-            raise ValueError(f"state of zero.reduce's seeds: got the keys {sorted(state)}, wanted {sorted(wanted)}")
-        self._base, self._forwards = [int(word) for word in state["base"]], int(state["forwards"])
-        step, micro_batch = state["place"]
-        self._place = (int(step), int(micro_batch))
+        """Go on where another run was; on all ranks alike."""
+        self._base, self._place, self._forwards = state["base"], tuple(state["place"]), state["forwards"]

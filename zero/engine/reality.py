@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero.config import Config
 from zero.core.sharded_module import ShardedModule
@@ -45,23 +46,19 @@ class Observed:
     """Inside the block: the most of each kind on this rank's device, looked at whenever a unit begins to travel.
 
     That is when memory is taken: for a gather, and for the messages of a reduction. Outside of the block nothing is
-    looked at, and nothing is left of it.
-
-    most: bytes by kind; sent: that have left this rank.
+    looked at, and nothing is left of it. most: bytes by kind.
     """
 
     def __init__(self, sharded: ShardedModule, optimizer: ZeroOptimizer | None) -> None:
         self.most = DeviceBytes(*[0] * len(DeviceBytes._fields))
         self._sharded = sharded
         self._optimizer = optimizer
-        self._begin = self.sent = 0
         self._sizes = {
             unit.plan.name: [ITEMSIZE[unit.plan.dtype] * spec.numel for spec in unit.plan.params]
             for unit in sharded.units
         }
 
     def __enter__(self) -> Observed:
-        self._begin = self._sharded.world.watchdog.status.sent
         self._end = self._sharded.world.watchdog.events.subscribe(self._work)
         self._sharded.reducer.on_flush.append(self.look)
         self.look()
@@ -70,7 +67,6 @@ class Observed:
     def __exit__(self, *error: Any) -> None:
         self._end()
         self._sharded.reducer.on_flush.remove(self.look)
-        self.sent = self._sharded.world.watchdog.status.sent - self._begin
 
     def look(self, landing: int = 0) -> None:
         """At what is there now; `landing`: bytes of the gradient that autograd hands over."""
@@ -181,15 +177,10 @@ class _Forward:
         self._device = device
         self._inputs: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._recorder: OperatorRecorder | None = None
-        compiled = any(is_compiled(child) for child in module.modules())
-        self._handles = (
-            []
-            if compiled
-            else [
-                module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
-                module.register_forward_hook(self._end, always_call=True),
-            ]
-        )
+        self._handles: list[RemovableHandle] = []
+        if not any(is_compiled(child) for child in module.modules()):
+            self._handles.append(module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._end, always_call=True))
 
     def _begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled() and self._recorder is None:

@@ -30,10 +30,7 @@ _AGE = 0x5851F42D4C957F2D  # odd, so that no earlier step is lost from a hash ov
 
 
 class LabelledHashes(NamedTuple):
-    """Hashes, int64 [n], of what belongs together; `labels` [n] say of what each is.
-
-    among: what only ranks that hold the same have alike: their places in the world, say.
-    """
+    """Hashes, int64 [n], of what belongs together; labels [n]; among: what only the ranks that hold it agree in."""
 
     place: str
     labels: Sequence[str]
@@ -78,7 +75,7 @@ class Replicas:
             return
         due = number % self._every == 0
         for unit in self._whole:
-            if due or self._fleeting(unit):
+            if due or (unit.gradients is not None and unit.mesh.shard.size > 1):  # an update overwrites it
                 self._look(unit)
         if due:
             try:
@@ -95,9 +92,6 @@ class Replicas:
         """Forget what was seen of the parameters before; leave out the buffers that another run has left out."""
         self._seen = {}
         self._own_buffers = None if own_buffers is None else set(own_buffers)
-
-    def _fleeting(self, unit: Unit) -> bool:
-        return unit.gradients is not None and unit.mesh.shard.size > 1
 
     def _look(self, unit: Unit) -> None:
         unit.gather()
@@ -171,14 +165,14 @@ class Replicas:
             among = self._holders(mesh)
             if mesh.shard.size > 1 and len(among) > 1:
                 units = [unit for unit in self._sharded.units if unit.mesh is mesh]
-                yield self._of_parts(units)._replace(among=(among, mesh.axes))
+                yield self._of_parts(units, (among, mesh.axes))
 
     def _holders(self, mesh: Mesh, whole: bool = False) -> tuple[int, ...]:
         """Places in the world of the ranks that hold the same shards as this one, or the same parameters."""
         axes = (*mesh.axes.replica, *mesh.axes.same, *(mesh.axes.shard if whole else ()))
         return self._sharded.meshes.grid.ranks(axes, self._axis.rank)
 
-    def _of_parts(self, units: Sequence[Unit]) -> LabelledHashes:
+    def _of_parts(self, units: Sequence[Unit], among: tuple[Any, ...]) -> LabelledHashes:
         labels, hashes = [], []
         for unit in units:
             if not unit.resharded and unit.gradients is None:
@@ -188,7 +182,7 @@ class Replicas:
                 found = [_hashes(unit.plan.layout.fragments(held), held, tensor) for _, held, tensor in kept]
                 hashes.append(hash_of(torch.cat([each.to(unit.buffer.full.device) for each in found])))
             labels.append(f"the shard of unit '{unit.plan.name}', or its optimizer state,")
-        return self._table("shards", labels, hashes, ())
+        return self._table("shards", labels, hashes, among)
 
     def _state(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
         """Masters and moments of a unit, as `ShardOptimizer` lists them."""

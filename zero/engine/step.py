@@ -36,12 +36,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zero.core.access import GatheredParameters
 from zero.core.hooks import as_forward
-from zero.core.micro_batches import Weight
+from zero.core.micro_batches import Weighing, Weight
 from zero.core.sharded_module import ShardedModule
 from zero.engine.accumulation import Accumulation
 from zero.engine.alarm import Alarms
 from zero.engine.checkpoint.save import CheckpointSaver
-from zero.engine.graphs import graphed
 from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.profiles import Profiles, asked
 from zero.engine.progress import Ended, Progress
@@ -50,7 +49,6 @@ from zero.engine.reality import Reality
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
 from zero.engine.step_record import StepRecord, mean_loss
-from zero.engine.weighing import Weighing
 from zero.log import logger, rank_zero
 from zero.monitor.comms import Traffic, table
 from zero.optim.norm import RankReport
@@ -101,7 +99,7 @@ class TrainingStep:
             self.profiles = Profiles(config, sharded, optimizer, device, self.progress)
         planned = config.zero.plan and optimizer is not None
         self.reality = Reality(config, sharded, optimizer) if planned else None
-        self.model = graphed(sharded) if config.graph_harvesting else sharded.module
+        self.model = sharded.module
         self._sharded = sharded
         self._weighing = Weighing(config)
         self._optimizer = optimizer

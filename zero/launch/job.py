@@ -13,6 +13,7 @@ from zero.launch.hosts import environment as variables
 from zero.launch.hosts import hostfile, nodelist, selection
 from zero.launch.hosts.host_world import Host, HostWorld, decode
 from zero.launch.launch_messages import LaunchError
+from zero.log import counted
 
 PORT = 29500  # what torchrun and DeepSpeed take; a free one cannot be looked for on another host
 MOST_BYTES = 128 * 1024 - 1  # of one argument of a program: MAX_ARG_STRLEN of Linux, less the zero at its end
@@ -158,4 +159,4 @@ def _hosts(request: RunRequest, environment: Mapping[str, str]) -> tuple[tuple[H
 
 
 def _hosts_in_words(hosts: tuple[Host, ...]) -> str:
-    return f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}: {selection.described(hosts)}"
+    return f"{counted(len(hosts), 'host')}: {selection.described(hosts)}"

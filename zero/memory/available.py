@@ -9,7 +9,7 @@ import ctypes
 import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,14 +93,10 @@ def _left(folder: Path, version: Version) -> int | None:
     used = _read(folder / version.usage).strip()
     if not numbers or not used.isdigit():
         return None
-    stats = _numbers(_read(folder / "memory.stat"))
+    rows = (line.split() for line in _read(folder / "memory.stat").splitlines())
+    stats = {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
     files = sum(stats.get(version.prefix + name, 0) for name in _PAGES_OF_FILES)
     return max(0, min(numbers) - max(0, int(used) - files))
-
-
-def _numbers(text: str) -> Mapping[str, int]:
-    rows = (line.split() for line in text.splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
 
 
 def _read(path: Path) -> str:
@@ -112,10 +108,7 @@ def _read(path: Path) -> str:
 
 
 class Freed:
-    """Calls `give_back` each time that a fixed number of bytes of host memory was freed, so that no more stays unused.
-
-    Freed tensors of a few MiB between living ones leave holes that the C library would keep.
-    """
+    """Calls `give_back` for each so many freed bytes: small holes between living tensors stay with the C library."""
 
     STEP = 32 << 20
 

@@ -5,38 +5,27 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from zero.kernels.aio import Request
 from zero.memory.streams import Event
 
 
-class Transfer(Protocol):
-    """Asynchronous use of a buffer: a request to a drive, or copies to a device."""
+class EventTransfer(NamedTuple):
+    """The copies of a device up to an event, as a `Request` to a drive is."""
+
+    event: Event
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether they have ended."""
+        return self.event.query()
 
     def wait(self) -> None:
-        """Wait until it has ended; OSError if it failed."""
-
-
-class EventTransfer:
-    """The copies of a device up to an event."""
-
-    def __init__(self, event: Event) -> None:
-        self._event = event
-
-    @property
-    def done(self) -> bool:
-        """See `Transfer.done`."""
-        return self._event.query()
-
-    def wait(self) -> None:
-        """See `Transfer.wait`."""
-        self._event.synchronize()
+        """Wait until they have ended."""
+        self.event.synchronize()
 
 
 class Buffer:
@@ -58,7 +47,7 @@ class Buffer:
         self.users = 0
         self.last_user = 0
         self.prefetched = self.blank = self.changed = False
-        self.transfers: list[Transfer] = []
+        self.transfers: list[Request | EventTransfer] = []
 
     def evict(self) -> None:
         """Take the buffer from its owner, whose bytes are in the file or not needed."""
@@ -88,10 +77,7 @@ class BufferPool:
         self.buffers = [Buffer(memory) for memory in memories]  # least recently claimed or used first
 
     def claim(self, owner: Any, wait: bool) -> Buffer | None:
-        """A buffer for `owner`; None if none is idle and not `wait`. The lock is held.
-
-        Raises RuntimeError if the calling thread itself uses all of them, and would wait for ever.
-        """
+        """A buffer, None if none is idle and not `wait`; RuntimeError if the caller has them all. The lock is held."""
         while True:
             self.check()
             idle = [buffer for buffer in self.buffers if not buffer.users]
@@ -109,7 +95,11 @@ class BufferPool:
             if idle:
                 self.wait(free[0] if free else idle[-1])
             else:
-                self._check_users(owner)
+                if all(buffer.last_user == threading.get_ident() for buffer in self.buffers):
+                    raise RuntimeError(
+                        f"{owner} needs a buffer, and all {len(self.buffers)} are in use by the code that asks for it; "
+                        "raise buffer_count in offload_optimizer and offload_param, or use fewer units at once"
+                    )
                 self.lock.wait()
 
     def checked_lock(self) -> threading.Condition:
@@ -170,11 +160,3 @@ class BufferPool:
                 self.fail(buffer.owner.explain(error))
                 raise self.failure from error
         return not buffer.transfers
-
-    def _check_users(self, owner: Any) -> None:
-        me = threading.get_ident()
-        if all(buffer.last_user == me for buffer in self.buffers):
-            raise RuntimeError(
-                f"{owner} needs a buffer, and all {len(self.buffers)} are in use by the code that asks for it; "
-                "raise buffer_count in offload_optimizer and offload_param, or use fewer units at once"
-            )

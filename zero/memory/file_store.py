@@ -22,9 +22,7 @@ from zero.memory.streams import Event
 class SwapFile:
     """One file of one rank for one kind of state, with a range for each unit, in the order of the calls of `store`.
 
-    pool: buffers of host memory, shared by all units;
-    file: read and written by requests to `aio`;
-    read_ahead, write_behind: while other units are used.
+    pool: buffers of host memory, shared by all units; read_ahead, write_behind: while other units are used.
     """
 
     def __init__(
@@ -86,9 +84,7 @@ def close_all(files: Iterable[SwapFile], aio: Aio | None) -> None:
 
 
 class FileStore(PassingStore):
-    """A store whose tensors are in the file unless they are acquired.
-
-    buffer: where the tensors are, or will be; None: only in the file.
+    """A store whose tensors are in the file unless they are acquired; buffer: where they are, or will be, else None.
 
     After a failed request every later use of any store of the pool raises RuntimeError with unit, rank and file.
     """
@@ -198,18 +194,15 @@ class FileStore(PassingStore):
             raise
 
     def _write(self, buffer: Buffer) -> None:
-        self._check_length()
-        self._pool.on_request("write", self._unit)
-        buffer.transfers.append(self._drive.aio.write(self._drive.file, self._bytes(buffer), self._start))
-
-    def _check_length(self) -> None:
-        """Raise RuntimeError if the file was truncated: a write would hide that, as the gap reads as zeros."""
+        """Start to write; RuntimeError if the file was truncated, which a write would hide: the gap reads as zeros."""
         file, start, nbytes = self._drive.file, self._start, self.nbytes
         status = os.fstat(file.fd)
         if stat.S_ISREG(status.st_mode) and status.st_size < start + nbytes:  # nothing else has a size
             text = f"write of bytes {start} to {start + nbytes} of {file.path}: the file was cut to {status.st_size}"
             self._pool.fail(self.explain(OSError(errno.EIO, text)))
             self._pool.check()
+        self._pool.on_request("write", self._unit)
+        buffer.transfers.append(self._drive.aio.write(file, self._bytes(buffer), start))
 
     def _bytes(self, buffer: Buffer) -> torch.Tensor:
         return buffer.memory.narrow(0, 0, self.nbytes)

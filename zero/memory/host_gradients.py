@@ -78,10 +78,7 @@ class HostGradAccumulator:
         self._count += 1
 
     def add_rows(self, inbox: Any) -> bool:
-        """Add the sum of an `Inbox` without separate memory for it; False if that is impossible.
-
-        It is possible for a single row, and in fp32, if the device computes in this memory.
-        """
+        """Add the sum of an `Inbox` without memory for it: one row, or in fp32 if the device adds here; else False."""
         if len(inbox.rows) == 1:
             inbox.arrive()
             self.add(inbox.rows[0])
@@ -158,7 +155,7 @@ class HostGradAccumulator:
         sum_squares_into(sent, self._squares, accumulate=self.held)
         with copies.after_current():
             target.copy_(sent, non_blocking=True)
-        copies.record_stream(sent)
+        copies.record_stream(sent)  # made by another stream, and dropped here before the copy has read it
         arrived = copies.record_event()
         if self.held:
             self._adding = self._staging.worker.submit(self._add, target, arrived)

@@ -81,10 +81,7 @@ class PinnedArena:
             self._pin(device)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """The next `nbytes` bytes as a uint8 tensor [nbytes] of zeros with its own storage, aligned to PAGE.
-
-        Raises RuntimeError if the arena is closed or has fewer bytes left.
-        """
+        """The next `nbytes`, uint8 zeros aligned to PAGE; RuntimeError if the arena has fewer left or is closed."""
         if self._closed:
             raise RuntimeError("this arena was closed; take what is needed before")
         start = self._taken

@@ -16,9 +16,7 @@ from zero.plan.memory import LINE
 
 
 class Store:
-    """Keeps the bytes of a few tensors; the tensor objects stay the same, their memory may change.
-
-    This one keeps them in memory, so most methods have nothing to do.
+    """Keeps the bytes of a few tensors, here in memory; the tensor objects stay the same, their memory may change.
 
     resident: the tensors may be read and written at any time.
     """
@@ -46,10 +44,7 @@ class Store:
         """Drop the result of `fetch`; its memory may be reused. Never waits."""
 
     def acquire(self, overwrite: bool = False) -> None:
-        """Wait until the tensors may be read and written; they may be until `write_back`. Nests.
-
-        With `overwrite` their values at rest are not read: the caller writes all of them, or none.
-        """
+        """Wait until the tensors may be used, until `write_back`; nests. `overwrite`: all are written, none read."""
 
     def write_back(self, changed: bool = True, after: Event | None = None) -> None:
         """End a use, and start to write the tensors if `changed`; a device reads them until the event `after`."""
@@ -67,9 +62,7 @@ class Store:
 class PassingStore(Store):
     """A store of `nbytes` bytes whose tensors have memory only while acquired; otherwise they are empty, of shape [0].
 
-    A subclass gives that memory in `place`, and calls `attach` and `detach`.
-
-    attached: the tensors have memory now.
+    A subclass gives that memory in `place`, and calls `attach` and `detach`. attached: they have memory now.
     """
 
     resident = False

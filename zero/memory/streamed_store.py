@@ -75,10 +75,10 @@ class StreamedStore(PassingStore):
     The stream that is current in `acquire` copies them in; `down` copies them out, after the current stream's work.
     """
 
-    def __init__(self, rests: Store, unit: str, nbytes: int, slots: Slots) -> None:
-        """`rests`: has `nbytes` bytes for the state of `unit`."""
+    def __init__(self, backing: Store, unit: str, nbytes: int, slots: Slots) -> None:
+        """`backing`: where the state rests; has `nbytes` bytes for the state of `unit`."""
         super().__init__(nbytes)
-        self._rests = rests
+        self._backing = backing
         self._unit = unit
         self._slots = slots
         self._slot: Slot | None = None
@@ -97,7 +97,7 @@ class StreamedStore(PassingStore):
 
     def fetch(self) -> bool:
         """See `Store.fetch`; it does not copy to the device, `bring` does."""
-        return self._rests.fetch()
+        return self._backing.fetch()
 
     def bring(self) -> None:
         """Copy the state to the device ahead of `acquire`, unless both slots are in use; waits only for a drive."""
@@ -106,16 +106,16 @@ class StreamedStore(PassingStore):
                 return
             try:
                 if slot.ahead != str(self):
-                    self._come(slot)
+                    self._load(slot)
                     slot.free = self._last = record_event(self._slots.device)
-                    self._rests.write_back(changed=False, after=self._last)
+                    self._backing.write_back(changed=False, after=self._last)  # read by the copy until then
                     slot.ahead = str(self)
             finally:
                 self._slots.give(slot)
 
     def cancel_fetch(self) -> None:
         """See `Store.cancel_fetch`."""
-        self._rests.cancel_fetch()
+        self._backing.cancel_fetch()
 
     def acquire(self, overwrite: bool = False) -> None:
         """See `Store.acquire`: the current stream may use the tensors, the host perhaps not yet."""
@@ -123,7 +123,7 @@ class StreamedStore(PassingStore):
             if not self.attached:
                 slot = self._slots.claim(str(self))
                 try:
-                    self._come(slot, overwrite)
+                    self._load(slot, overwrite)
                 except BaseException:
                     self._slots.give(slot)
                     raise
@@ -144,32 +144,34 @@ class StreamedStore(PassingStore):
             wait_event(after, self._slots.device)
             if changed:
                 down = self._slots.streams.down
+                # After the update, which the current stream has queued. The slot's next user waits for this copy only.
                 with down.after_current():
-                    self._copy(self._rests.place, slot.memory)
+                    self._copy(self._backing.place, slot.memory)
                 slot.free = self._last = down.record_event()
             else:
                 slot.free = self._last = record_event(self._slots.device)
             self._slots.give(slot)
-            if changed and self._last is not None and not self._rests.resident:
-                self._last.synchronize()
-            self._rests.write_back(changed, self._last)
+            if changed and self._last is not None and not self._backing.resident:
+                self._last.synchronize()  # a drive reads host memory in the order of no stream
+            self._backing.write_back(changed, self._last)
 
     def close(self) -> None:
         """See `Store.close`."""
         if self._last is not None:
             self._last.synchronize()  # host memory may be freed at any time after this
         super().close()
-        self._rests.close()
+        self._backing.close()
 
-    def _come(self, slot: Slot, overwrite: bool = False) -> None:
+    def _load(self, slot: Slot, overwrite: bool = False) -> None:
         """Acquire the state where it rests, and copy it to the slot unless it is there already, or not needed."""
         there = overwrite or slot.ahead == str(self)
-        self._rests.acquire(overwrite=there)
+        self._backing.acquire(overwrite=there)
         slot.ahead = ""
+        # The slot's last user may still be copied out, and so may these bytes, out of the other slot.
         for event in (slot.free, self._last):
             wait_event(event, self._slots.device)
         if not there:
-            self._copy(slot.memory, self._rests.place)
+            self._copy(slot.memory, self._backing.place)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target[: self._used].copy_(source[: self._used], non_blocking=True)

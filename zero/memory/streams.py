@@ -137,7 +137,7 @@ class Streams(NamedTuple):
 
     @classmethod
     def create(cls, device: torch.device) -> Streams:
-        """New streams, beside the stream that computes on `device`."""
+        """New streams of `device`, next to the one that computes."""
         return cls(*(SideStream(device) for _ in cls._fields))
 
 

@@ -24,8 +24,7 @@ class UpdateRates(NamedTuple):
 class UpdateCosts(NamedTuple):
     """Seconds and bytes of one rank and step.
 
-    through: bytes that cross the link both ways at once, if the device updates;
-    nbytes:  bytes on the device, for gradients and all state there at once, if it updates.
+    through: that cross the link both ways at once, if the device updates; nbytes: of gradients and state on it then.
     """
 
     on_device: float

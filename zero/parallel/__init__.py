@@ -1,1 +1,1 @@
-"""What ranks share besides the data: sequences, so far. Each form is over the units, and never inside them."""
+"""Sequences, layers and stages that ranks share: each form is over the units, and never inside them."""

@@ -257,10 +257,8 @@ def _by_tokens(make: Callable[..., Any], padding: int, ids: torch.Tensor | None,
 def _scales(module: nn.Module) -> bool:
     """Whether a rotary embedding has other frequencies for longer sequences."""
     kinds = getattr(module, "rope_type", None)
-    return any(
-        "dynamic" in kind or kind == "longrope"
-        for kind in (kinds.values() if isinstance(kinds, dict) else [kinds or ""])
-    )
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds or ""]
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
 
 def _told_most(module: nn.Module, most: Callable[[], int | None]) -> Iterator[Any]:

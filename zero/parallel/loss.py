@@ -9,17 +9,14 @@ import torch
 
 from zero.core import comm
 from zero.core.micro_batches import weighted
+from zero.core.tensors import find_loss
 from zero.core.world import Axis
 
 
 def loss_in(output: Any) -> torch.Tensor | None:
-    """The loss that a model returned: a scalar, by itself, first in a tuple, or called so; None where there is none."""
-    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, MutableMapping):
-        loss = output.get("loss")
-    elif loss is None and isinstance(output, tuple) and output:
-        loss = output[0]
-    return loss if isinstance(loss, torch.Tensor) and not loss.ndim else None
+    """The loss that a model returned, as `find_loss`, but no tensor of one dim, and nothing out of a list."""
+    loss = None if isinstance(output, list) else find_loss(output)
+    return loss if loss is not None and not loss.ndim else None
 
 
 def count_in(output: Any) -> float | None:

@@ -50,7 +50,7 @@ class SharedSequences:
         self._last: Sequence | None = None
         self._seen: list[Sequence] = []  # those whose backward may come
         self._unnamed = ""  # an argument of the forward whose negative numbers may be left out by the loss
-        self._ended = self._checked = self._told = False
+        self._ended = self._checked = self._logged = False
         # Forwards, by whether they build graphs.
         self._to_compare = {False, True} if section.check and cuts and whole else set()
         self._calls = 0  # of attention
@@ -270,8 +270,8 @@ class SharedSequences:
             fill = IGNORED if name in targets else 0
             behind = (0, 0) * (named[name].ndim - 2) + (0, more)
             named[name] = sequence.piece(pad(named[name], behind, value=fill) if more else named[name])
-        if not self._told:
-            self._told = True
+        if not self._logged:
+            self._logged = True
             rank_zero(
                 logging.INFO, "%s ranks share each sequence (%s): cut are %s", ranks, self._section.mode, ", ".join(cut)
             )
@@ -328,6 +328,19 @@ class SharedSequences:
         if not 0 <= count < math.inf:
             raise ValueError(f"sequence_parallel_size: the loss of a piece counts {count}; wanted at least 0")
         return count
+
+
+def cut_sequence(engine: Any, whole: torch.Tensor, *, shift: bool = False, fill: float = -100) -> torch.Tensor:
+    """This rank's positions of a tensor [rows, length, ...], cut as the inputs of the engine's last forward were.
+
+    For a loss outside of the model, from outputs that are of this rank's piece: the labels of these. shift: by one
+    position to the front, as labels of next tokens; fill: for what is behind them, by default what losses leave out.
+    Without `sequence_parallel_size` it is the whole tensor. Raises RuntimeError before the first forward.
+    """
+    if shift:
+        whole = pad(whole[:, 1:], (0, 0) * (whole.ndim - 2) + (0, 1), value=fill)
+    sharing = engine._training.forms.sharing
+    return whole if sharing is None else sharing.piece(whole, fill)
 
 
 def _first(named: Mapping[str, Any]) -> str:

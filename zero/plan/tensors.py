@@ -84,7 +84,7 @@ def share_of(groups: int, rank: int, ranks: int) -> Share:
 
 
 def sizes_of(numel: int, ranks: int) -> list[int]:
-    """The sizes of the parts of a dim of `numel` elements over ranks, which may be 0."""
+    """The sizes of even parts of a dim of `numel` elements, the larger ones first; some may be 0."""
     each, more = divmod(numel, ranks)
     return [each + (rank < more) for rank in range(ranks)]
 

@@ -80,7 +80,7 @@ def measured(
         saved[memory] = tensor.untyped_storage().nbytes() if memory is not None else tensor.nbytes
         return tensor
 
-    with saved_tensors_hooks(pack, _same), tally:
+    with saved_tensors_hooks(pack, lambda tensor: tensor), tally:
         out = fn(*args, **kwargs)
     foreign |= _memories(module, others)  # also of units that were gathered inside
     none = sum(nbytes for memory, nbytes in saved.items() if memory not in foreign)
@@ -93,10 +93,6 @@ def _memories(module: nn.Module, others: Iterable[torch.Tensor]) -> set[int | No
     owners = [(param, owner_of(param)) for param in module.parameters()]
     storages = {storage_id(param) if owner is None else storage_id(owner.unit.buffer.full) for param, owner in owners}
     return storages | {storage_id(tensor) for tensor in (*module.buffers(), *others)}
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 _CODES = (None, Policy.NONE, Policy.SELECTIVE, Policy.FULL)  # the later one wins where ranks differ
@@ -153,10 +149,7 @@ class Auto:
 
 
 def agreed(choice: Choice, modules: int, axis: Axis) -> Choice:
-    """One choice for all ranks of the axis, for each module the policy that keeps least; collective.
-
-    A module that no rank has called is recomputed in full.
-    """
+    """One choice for all ranks of the axis: for each module what keeps least, FULL if none called it; collective."""
     codes = [_CODES.index(choice.policies.get(number)) for number in range(modules)]
     nbytes, *codes = map(max, zip(*agree([choice.nbytes, *codes], axis), strict=True))
     return Choice({number: _CODES[code] or Policy.FULL for number, code in enumerate(codes)}, nbytes)

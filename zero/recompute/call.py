@@ -22,10 +22,7 @@ from zero.recompute.selective import Contexts
 def without_caches(
     args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The arguments with None for each cache, as in Hugging Face's own checkpointing; logs that once.
-
-    Raises ValueError for a filled cache, to which the call would have to attend.
-    """
+    """The arguments with None for each empty key-value cache; logs that once. ValueError for a cache that is filled."""
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not caches:
         return args, kwargs
@@ -71,10 +68,8 @@ class SavedBuffer(NamedTuple):
 def saved_buffers(module: nn.Module | None) -> list[SavedBuffer]:
     """All buffers of `module`, saved before a forward that may change them."""
     buffers: list[SavedBuffer] = []
-    if module is None:
-        return buffers
     copies: dict[int, torch.Tensor] = {}  # one per tensor, for all its names
-    for owner in module.modules():
+    for owner in module.modules() if module is not None else ():
         for name, tensor in owner._buffers.items():
             if tensor is None:
                 continue
@@ -168,12 +163,9 @@ def recomputed(
         return out
 
     del leaves
+    # Tells torch whose device's random state counts, if the kept inputs do not show it.
+    marker = torch.empty(0, device="cuda" if torch.cuda.is_initialized() else "cpu")
     try:
-        return checkpoint(run, _marker(), *items, use_reentrant=False)
+        return checkpoint(run, marker, *items, use_reentrant=False)
     finally:
         originals.clear()
-
-
-def _marker() -> torch.Tensor:
-    """A tensor that tells torch whose device's random state counts, if the kept inputs do not show it."""
-    return torch.empty(0, device="cuda" if torch.cuda.is_initialized() else "cpu")

@@ -87,10 +87,7 @@ class Recomputing:
         self._auto: Auto | None = None
 
     def apply(self, model: nn.Module) -> None:
-        """Replace the forward of the modules that the JSON names.
-
-        Raises ValueError for a name without a module, and for a container, which has no forward.
-        """
+        """Replace the forward of the modules that the JSON names; ValueError for a name without one, or a container."""
         section = self._section
         if not section.modules:
             return

@@ -36,26 +36,20 @@ class CallTimes:
     """Adds up calls until all were recomputed, or the next forward has run, and then logs one line."""
 
     def __init__(self) -> None:
-        self._calls = [0, 0]  # forwards, recomputations
-        self._seconds = [0.0, 0.0]
+        self._seconds: tuple[list[float], list[float]] = [], []  # of forwards, of recomputations
 
     def add(self, again: bool, seconds: float) -> None:
         """Add the seconds of one forward, or of one recomputation (`again`)."""
-        if not again and self._calls[1]:
+        if not again and self._seconds[1]:
             self._log()
-        self._calls[again] += 1
-        self._seconds[again] += seconds
-        if again and self._calls[1] >= self._calls[0]:
+        self._seconds[again].append(seconds)
+        if again and len(self._seconds[1]) >= len(self._seconds[0]):
             self._log()
 
     def _log(self) -> None:
-        (forwards, recomputations), (forward, again) = self._calls, self._seconds
-        rank_zero(
-            logging.INFO,
-            "recomputed calls: %d forward in %.2f ms, %d again in %.2f ms",
-            *(forwards, forward * 1e3, recomputations, again * 1e3),
-        )
-        self._calls, self._seconds = [0, 0], [0.0, 0.0]
+        numbers = [number for each in self._seconds for number in (len(each), sum(each) * 1e3)]
+        rank_zero(logging.INFO, "recomputed calls: %d forward in %.2f ms, %d again in %.2f ms", *numbers)
+        self._seconds = [], []
 
 
 class InputBuffers:
@@ -77,7 +71,8 @@ class InputBuffers:
     def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of at least `nbytes` bytes, not initialised."""
         if self._count is not None and self._size is None:
-            self._carve(round_up(nbytes, PAGE), self._count)
+            self._size = round_up(nbytes, PAGE)
+            self._free += self._new(self._size * self._count).split(self._size)
         fitting = [buffer for buffer in self._free if buffer.numel() >= nbytes]
         if fitting:
             best = min(fitting, key=torch.Tensor.numel)
@@ -99,7 +94,7 @@ class InputBuffers:
     def release(self, buffer: torch.Tensor) -> None:
         """Free these bytes; copies that were queued before may still read them."""
         if self._keeps and (self._count is None or buffer.numel() == self._size):
-            self._free.append(buffer)
+            self._free.append(buffer)  # what writes it next is queued behind them
         elif self._keeps:  # it did not fit into the block, or belongs to a closed one
             self._copies.synchronize()
             self.nbytes -= buffer.numel()
@@ -114,10 +109,6 @@ class InputBuffers:
     @property
     def _keeps(self) -> bool:
         return self._host or self._count is not None
-
-    def _carve(self, size: int, count: int) -> None:
-        self._size = size
-        self._free += self._new(size * count).split(size)
 
     def _new(self, nbytes: int) -> torch.Tensor:
         self.nbytes += nbytes
@@ -163,6 +154,7 @@ class SavedCall:
             return
         for index, part in enumerate(self._slices):
             self._fetched[index] = torch.empty(part.shape, dtype=part.dtype, device=self._device)
+            # Allocated on the computing stream, written on the copies': if freed, it must not be reused before that.
             self._store.copies.record_stream(self._fetched[index])
         with self._store.copies.after_current():
             for index, part in enumerate(self._slices):
@@ -178,7 +170,7 @@ class SavedCall:
         flat = self._fetched.pop(index)
         before = self._before() if self._before is not None else None
         if before is not None and self._store.settings.cpu_checkpointing:
-            before.fetch()
+            before.fetch()  # which the backward wants next: it comes while this call is recomputed
         axis, like = self._store.axis, self._likes[index]
         if axis.size > 1:
             flat = comm.gather_scalars(flat.view(torch.uint8), axis, "saved inputs").view(-1).view(like.dtype)

@@ -74,11 +74,10 @@ class KeptResult(NamedTuple):
 
 
 class Selective:
-    """The rule for what calls of one module keep.
+    """The rule for what calls of one module keep: of so many products (`every`) one, 1 for all.
 
-    every:  every so many products of a call are kept; 1 means all;
     needed: how many products a recomputation runs before it has all that the backward needs, None until one has run.
-            Later products need not be kept, such as the last product of a block, which is added to x.
+    Later products need not be kept, such as the last product of a block, which is added to x.
     """
 
     def __init__(self, name: str, every: int = 1) -> None:
@@ -90,7 +89,7 @@ class Selective:
         """The contexts of one forward, and of its recomputations."""
         needed = self.needed
         kept: deque[KeptResult] = deque()
-        return _Keeping(kept, self, needed), _Giving(kept, self, needed)
+        return _Caching(kept, self, needed), _Cached(kept, self, needed)
 
 
 def keeps(place: int, every: int, needed: int | None) -> bool:
@@ -98,7 +97,7 @@ def keeps(place: int, every: int, needed: int | None) -> bool:
     return place % every == every - 1 and (needed is None or place < needed)
 
 
-class _Choosing(TorchDispatchMode):
+class _SelectiveMode(TorchDispatchMode):
     """Decides for each operation whether its result is kept; a forward and its recomputations decide alike."""
 
     def __init__(self, kept: deque[KeptResult], module: Selective, needed: int | None) -> None:
@@ -129,7 +128,7 @@ class _Choosing(TorchDispatchMode):
         return keeps(self._products - 1, self._module.every, self._needed)
 
 
-class _Keeping(_Choosing):
+class _Caching(_SelectiveMode):
     """Keeps results while a forward runs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +152,7 @@ class _Keeping(_Choosing):
             self._kept[place] = each._replace(out=out)
 
 
-class _Giving(_Choosing):
+class _Cached(_SelectiveMode):
     """Gives kept results to the first recomputation, and drops them, so that later ones compute everything.
 
     There are several if a backward ran with `retain_graph`, or two backward calls go through one module.

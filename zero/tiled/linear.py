@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zero.core.access import GatheredParameters
 from zero.core.leaf import set_apart
-from zero.tiled.slices import even_parts
+from zero.plan.tensors import sizes_of
 
 
 class TiledLinear(nn.Module):
@@ -54,7 +54,7 @@ class TiledLinear(nn.Module):
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split = input_is_already_split
         self.combine_out_splits = combine_out_splits
-        self.in_parts, self.out_parts = even_parts(in_features, in_splits), even_parts(out_features, out_splits)
+        self.in_parts, self.out_parts = sizes_of(in_features, in_splits), sizes_of(out_features, out_splits)
         self.linears = nn.ModuleList()
         for height in self.out_parts:
             row = nn.ModuleList()

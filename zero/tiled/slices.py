@@ -1,4 +1,4 @@
-"""How something is cut into tiles: tokens of a loss, rows and columns of a weight."""
+"""How tokens are cut into tiles."""
 
 from __future__ import annotations
 
@@ -26,9 +26,3 @@ def default_size(tokens: int, width: int, on_gpu: bool) -> int:
     if on_gpu:
         return min(max(-(-tokens // 8), width, 1024), 4096)
     return min(max(-(-tokens // 8), 128), 384)
-
-
-def even_parts(numel: int, parts: int) -> list[int]:
-    """Sizes of `parts` consecutive parts of `numel`, the larger ones first; they differ by one at most."""
-    small, more = divmod(numel, parts)
-    return [small + (index < more) for index in range(parts)]

@@ -16,7 +16,7 @@ from zero.core.world import Axis
 
 
 class Vocabulary(NamedTuple):
-    """The rows [start, start + n) of `total` are here; `axis`: of the ranks that have the others."""
+    """The rows of a head that are here: [start, start + n) of `total`; `axis`: of the ranks that have the others."""
 
     start: int
     total: int
@@ -24,10 +24,7 @@ class Vocabulary(NamedTuple):
 
     @staticmethod
     def of(weight: Tensor, bias: Tensor | None) -> Vocabulary | None:
-        """Of a head; None where all rows are here.
-
-        Raises ValueError for one that is cut otherwise, whose ranks no engine knows, or whose sums are those of a tree.
-        """
+        """That of a head, None where all rows are here; ValueError where it is cut otherwise or summed by a tree."""
         found = {name: _rows(name, each) for name, each in (("weight", weight), ("bias", bias)) if each is not None}
         if len({each and each[:2] for each in found.values()}) > 1:
             said = " and ".join(f"{name} {each[:2] if each else 'all'}" for name, each in found.items())
@@ -51,10 +48,7 @@ class Vocabulary(NamedTuple):
         return torch.stack([of_target - largest - log, largest + log, spread - self.total * log, sums])
 
     def differentiate(self, made: Tensor, targets: Tensor, factor: Tensor, weights: Tensor, smoothing: float) -> None:
-        """Turn what `normalize` has left into the gradient of the logits, in place.
-
-        factor: of the exponentials; weights: of each token's loss; [tokens, 1] both.
-        """
+        """Turn the exponentials, times `factor`, into the gradient of the logits in place; weights: of each loss."""
         made *= factor
         if smoothing:
             made -= weights * (smoothing / self.total)

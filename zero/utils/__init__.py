@@ -16,6 +16,7 @@ from zero.core.leaf import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
+from zero.parallel.shared import cut_sequence
 from zero.utils.full import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -33,7 +34,6 @@ from zero.utils.local import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from zero.utils.sequences import cut_sequence
 
 __all__ = [
     "cut_sequence",

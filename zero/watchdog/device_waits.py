@@ -6,7 +6,6 @@ waits; a thread can query that at any time without blocking.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -36,12 +35,10 @@ class _Ordered(NamedTuple):
 class DeviceWaits:
     """The device waits of one engine on this rank. Any thread orders one; one thread looks at them.
 
-    record:  records an event in the calling thread's current stream;
-    looking: held by that thread while it queries the device.
+    record: records an event in the calling thread's current stream.
     """
 
     def __init__(self, record: Callable[[], Event]) -> None:
-        self.looking = threading.Lock()
         self._record = record
         self._ordered: deque[_Ordered] = deque(maxlen=1 << 14)  # bounded, in case no thread looks at them any more
         self._now: tuple[_Ordered, Waiting] | None = None
@@ -58,12 +55,10 @@ class DeviceWaits:
 
     def look(self) -> Waiting | None:
         """The device's current wait, from when it was first seen; the same object as long as it lasts."""
-        with self.looking:
-            while self._ordered and self._ordered[0].after.query():
-                self._ordered.popleft()
-            first = self._ordered[0] if self._ordered else None
-            begun = first is not None and first.before.query()
-        if not begun:  # no waits are left, or the device still computes
+        while self._ordered and self._ordered[0].after.query():
+            self._ordered.popleft()
+        first = self._ordered[0] if self._ordered else None
+        if first is None or not first.before.query():  # no waits are left, or the device still computes
             self._now = None
         elif self._now is None or self._now[0] is not first:
             self._now = first, Waiting(first.collective, time.monotonic())

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from zero.log import logger
 from zero.watchdog import hang_report as report
 from zero.watchdog.device_waits import DeviceWaits
+from zero.watchdog.peers import STOPPED
 from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waiting
-from zero.watchdog.status_store import STOPPED, StatusStore
+from zero.watchdog.status_store import StatusStore
 
 TICK = 0.4  # seconds between two looks
 SAYS = 4.0  # seconds of a wait before the first line, which thus appears within 5
@@ -51,6 +52,7 @@ class HangDetector(threading.Thread):
         self.explained = threading.Event()  # `status.gave_up` is set
         self._status = status
         self._store = store
+        self._peers = store.peers
         self._groups = groups
         self._world = weakref.ref(dist.group.WORLD)
         self._timeout = timeout
@@ -105,7 +107,7 @@ class HangDetector(threading.Thread):
         else:
             age = now - max(waiting.since, self._resumed)
             self._store.reading = age > READS
-            view = self._store.view()
+            view = self._peers.view()
             why = report.cause(view, waiting.collective.number) if age > SURE else ""
             status.look(waiting, view)
             if not why and self._hopeless(view, now):
@@ -147,7 +149,7 @@ class HangDetector(threading.Thread):
             return
         self._said, self._next = waiting, now + AGAIN
         self._store.ask()
-        there = report.hang_report(self._store.view(), waiting.collective.text)
+        there = report.hang_report(self._peers.view(), waiting.collective.text)
         logger.log(logging.WARNING, "%s; %s", self._subject(waiting, age), there)
 
     def _answer(self, now: float) -> None:
@@ -157,10 +159,10 @@ class HangDetector(threading.Thread):
             store.reading = False
             return
         store.reading = True
-        if now - store.records.read_at > store.silence:
+        if now - self._peers.read_at > self._peers.silence:
             return  # the next look may find something
         self._asks, self._answers = store.asks, now + AGAIN
-        waiting = [seen.record for seen in store.view().others.values() if seen.record.seconds >= SAYS - 1]
+        waiting = [seen.record for seen in self._peers.view().others.values() if seen.record.seconds >= SAYS - 1]
         if waiting:
             logger.log(
                 logging.WARNING,
@@ -174,7 +176,7 @@ class HangDetector(threading.Thread):
 
     def _explain(self, failed: FailedWait, now: float) -> None:
         """Find out why a wait failed, and release its thread."""
-        view, seconds = self._store.view(), now - failed.at
+        view, seconds = self._peers.view(), now - failed.at
         collective, age = failed.waiting.collective, failed.at - failed.waiting.since
         why = report.cause_of_loss(view, seconds) if view.others or seconds > view.silence else ""
         if not why:
@@ -188,12 +190,12 @@ class HangDetector(threading.Thread):
         self._judge(text, collective)
 
     def _judge(self, text: str, collective: Collective) -> None:
-        status, missing = self._status, report.wanted(self._store.view(), collective.text)
+        status, missing = self._status, report.wanted(self._peers.view(), collective.text)
         text = f"{status.own_error()}{text}"
         status.missing, status.gave_up, status.error, status.failing = missing, text, text, True
         self._store.poke()
         # Other ranks must read the reason before a connection closes, and before the store ends with this process.
-        time.sleep(LINGERS if self._store.keeps else TOLD)
+        time.sleep(LINGERS if self._peers.keeps else TOLD)
         self.explained.set()
 
     def _give_up(self, waiting: Waiting, text: str) -> None:

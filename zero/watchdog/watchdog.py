@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 
@@ -26,6 +25,7 @@ from zero.watchdog.hang_detector import EXPLAINS, OUTLIVES, HangDetector
 from zero.watchdog.hang_report import Phase, clipped
 from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waiting
 from zero.watchdog.status_store import StatusStore
+from zero.watchdog.store_barrier import StoreBarrier
 
 DIRECTIONS = ("gather", "reduce", "replica gather")
 
@@ -36,7 +36,7 @@ class Watchdog:
     events: those of the engine, for subscribers;
     units: names by index, from which message tags are made;
     order: texts of the collectives begun since the last check, or None if the order is not checked;
-    store: the reports between ranks, None if nothing is sent.
+    barrier: of the ranks' saves.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -45,7 +45,8 @@ class Watchdog:
         self.units: Sequence[str] = ()
         self.order: list[str] | None = None
         self._counting = threading.Lock()
-        self.store: StatusStore | None = None
+        self.barrier = StoreBarrier(self.status)
+        self._store: StatusStore | None = None
         self._detector: HangDetector | None = None
         self._device: DeviceWaits | None = None
         self._close: weakref.finalize | None = None
@@ -60,12 +61,13 @@ class Watchdog:
         """
         self._device = device
         groups = self._groups = [weakref.ref(group)]
-        self.store = StatusStore(self.status, ranks)
-        self._detector = HangDetector(self.status, self.store, groups, timeout, self._device)
-        for thread in (self.store, self._detector):
+        self.barrier = StoreBarrier(self.status, ranks, timeout)
+        self._store = StatusStore(self.status, self.barrier)
+        self._detector = HangDetector(self.status, self._store, groups, timeout, self._device)
+        for thread in (self._store, self._detector):
             thread.start()
         # The threads hold `status` but not this object, so that they end with a collected engine.
-        parts = (os.getpid(), self.status, self.store, self._detector)
+        parts = (os.getpid(), self.status, self._store, self._detector)
         at_exit = partial(_end, *parts, Phase.ENDED)
         atexit.register(at_exit)
         self._close = weakref.finalize(self, _forget, at_exit, groups, *parts)
@@ -78,7 +80,7 @@ class Watchdog:
     @property
     def number(self) -> int:
         """This engine's number among those of its ranks, the same on all of them; 0 if nothing is sent."""
-        return 0 if self.store is None else self.store.number
+        return self.barrier.number
 
     def began(self, tag: int, sent: int, ranks: tuple[int, ...]) -> Collective:
         """Record the begin of the collective with a message's tag: three per unit, one for each direction."""
@@ -145,10 +147,6 @@ class Watchdog:
         except RuntimeError as error:
             raise self.explained(Waiting(collective, time.monotonic()), error) from error
 
-    def at_rest(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, none of our threads queries the device, which would end the capture of a CUDA graph."""
-        return contextlib.nullcontext() if self._device is None else self._device.looking
-
     @contextlib.contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
         """Inside, this rank is in a call of the engine. An exception that leaves it is reported to the other ranks."""
@@ -205,8 +203,8 @@ class Watchdog:
         return Parted(f"rank {status.rank} could not end the {waiting.collective}: {line}")
 
     def _tell(self) -> None:
-        if self.store is not None:
-            self.store.poke()
+        if self._store is not None:
+            self._store.poke()
 
 
 def _end(pid: int, status: RankStatus, store: StatusStore, detector: HangDetector, phase: Phase) -> None:
@@ -222,9 +220,9 @@ def _end(pid: int, status: RankStatus, store: StatusStore, detector: HangDetecto
     store.end()
     # A thread inside the store's code at interpreter exit may crash the process.
     for thread, seconds in ((store, OUTLIVES), (detector, 1.0)):  # its last record must reach the other ranks
-        if thread is not threading.current_thread() and not (thread is store and store.messages.open):
+        if thread is not threading.current_thread() and not (thread is store and store.barrier.open):
             thread.join(seconds)
-    if store.keeps and fatal is not None:
+    if store.peers.keeps and fatal is not None:
         time.sleep(OUTLIVES)  # the store ends with this process, and no rank could read the reason
 
 

@@ -20,7 +20,6 @@ import torch
 from zero.checkpoint.folder import LATEST, check_folder
 from zero.checkpoint.retention import Retention
 from zero.checkpoint.safe_file import TensorChunk
-from zero.checkpoint.store_barrier import StoreBarrier
 from zero.checkpoint.writer import CheckpointWriter, SavePlan, Snapshot
 from zero.config import Config
 from zero.core.agree import agree
@@ -81,7 +80,7 @@ class CheckpointSaver:
 
     def __init__(self, engine: Any, config: Config, sharded: ShardedModule, device: torch.device) -> None:
         section = config.zero.checkpoint
-        self.barrier = StoreBarrier(sharded.world.watchdog, config.zero.timeout)
+        self.barrier = sharded.world.watchdog.barrier
         self.asynchronous = section.asynchronous
         self.snapshot = Snapshot(pinned=device.type == "cuda")
         self._retention = Retention(section.keep, section.keep_optimizer)

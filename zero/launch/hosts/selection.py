@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from zero.launch.hosts.host_world import Host
 from zero.launch.launch_messages import LaunchError, listed, raise_all
+from zero.log import counted
 
 _RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _WANTED = "wanted host, host:slot,slot or host:first-last, with @ between hosts, such as worker-0@worker-1:0,2"
@@ -51,16 +52,17 @@ def check(choice: SlotChoice) -> None:
         raise LaunchError("--include and --exclude: give one of them")
     spec = "--include" if choice.include else "--exclude" if choice.exclude else None
     counts = {"--num_nodes": choice.num_nodes, "--num_gpus": choice.num_gpus}
-    if spec and (counted := [name for name, value in counts.items() if value is not None]):
-        raise LaunchError(f"{' and '.join(counted)}: cannot be given with {spec}, which says the same by names")
+    if spec and (given := [name for name, value in counts.items() if value is not None]):
+        raise LaunchError(f"{' and '.join(given)}: cannot be given with {spec}, which says the same by names")
 
 
 def _first(hosts: Sequence[Host], choice: SlotChoice) -> tuple[Host, ...]:
     """The first `num_nodes` hosts, and the first `num_gpus` slots of each."""
     count = len(hosts) if choice.num_nodes is None else choice.num_nodes
     if count > len(hosts):
+        there = f"{'is' if len(hosts) == 1 else 'are'} {counted(len(hosts), 'host')}"
         names = listed([host.name for host in hosts])
-        raise LaunchError(f"--num_nodes: got {count}, but there {_are(len(hosts), 'host')}: {names}")
+        raise LaunchError(f"--num_nodes: got {count}, but there {there}: {names}")
     chosen = tuple(hosts[:count])
     if choice.num_gpus is None:
         return chosen
@@ -68,10 +70,6 @@ def _first(hosts: Sequence[Host], choice: SlotChoice) -> tuple[Host, ...]:
         has = listed([f"{host.name} has {len(host.devices)}" for host in short])
         raise LaunchError(f"--num_gpus: got {choice.num_gpus}, but {has}")
     return tuple(Host(host.name, host.devices[: choice.num_gpus]) for host in chosen)
-
-
-def _are(count: int, noun: str) -> str:
-    return f"is 1 {noun}" if count == 1 else f"are {count} {noun}s"
 
 
 def _slots(spec: str, hosts: Sequence[Host], flag: str) -> dict[str, frozenset[str]]:

@@ -77,7 +77,8 @@ class Node:
                 raise
             finally:
                 if self.outputs is not None:
-                    self.outputs.finish(self._hurries, _LAST_LINES_CUT_OFF if self.cut_off else _LAST_LINES)
+                    seconds = _LAST_LINES_CUT_OFF if self.cut_off else _LAST_LINES
+                    self.outputs.finish(lambda: self.cut_off or self.signals or self.stopped_by is not None, seconds)
                 self.rendezvous.close()
 
     def _attempts(self, scratch: str) -> int:
@@ -197,10 +198,6 @@ class Node:
         """Whether the other hosts go on or end without this one, which was out of touch for a while already."""
         outcome = self.rendezvous.outcome
         return self.stopped_by == signal.SIGHUP or (outcome is not None and outcome.status == LOST)
-
-    def _hurries(self) -> bool:
-        """Whether a slow reader of our output is to be waited for no longer than for moments."""
-        return self.cut_off or bool(self.signals) or self.stopped_by is not None
 
     def _why(self) -> str:
         host = self.rendezvous.host

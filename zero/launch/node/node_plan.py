@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from zero.launch.hosts.host_world import Host, HostWorld, decode
 from zero.launch.job import node_of, note_of_files
 from zero.launch.launch_messages import listed
 from zero.launch.node import bind
+from zero.launch.process.process import Command
 from zero.log import VARIABLE, counted
 
 THREADS = "OMP_NUM_THREADS"
@@ -98,8 +98,8 @@ def plan(request: RunRequest, gpus: int) -> NodePlan:
         shared[THREADS] = str(max(1, count // ranks))
         notes.append(f"{THREADS}={shared[THREADS]} for each rank ({counted(count, 'core')}, {counted(ranks, 'rank')})")
     port = free_port() if request.master_port is None else request.master_port
-    if request.master_port is not None and here.node == 0:
-        check_port(port)
+    if request.master_port is not None and here.node == 0 and (why := port_problem(port)):
+        raise LaunchError(f"--master_port: cannot listen on {port} ({why}); leave it out for a free one")
     if request.quiet:
         notes.clear()
         shared[VARIABLE] = "warning"
@@ -117,15 +117,8 @@ def command(request: RunRequest, plan: NodePlan, local: int, ends: bool) -> list
 
 def lines(request: RunRequest, plan: NodePlan) -> list[str]:
     """The command lines of all ranks of this machine, as a shell would take them."""
-    return [
-        " ".join(
-            [
-                *(f"{key}={shlex.quote(value)}" for key, value in plan.environment(local).items()),
-                shlex.join(command(request, plan, local, ends=False)),
-            ]
-        )
-        for local in range(plan.ranks)
-    ]
+    words = [command(request, plan, local, ends=False) for local in range(plan.ranks)]
+    return [Command(each, None, plan.environment(local)).line() for local, each in enumerate(words)]
 
 
 def _of_world(request: RunRequest, gpus: int) -> _ThisHost:
@@ -139,7 +132,9 @@ def _of_world(request: RunRequest, gpus: int) -> _ThisHost:
     if seen is None:
         outside = [device for device in devices if gpus and device.isdigit() and int(device) >= gpus]
         if outside:
-            raise LaunchError(f"host {world.hosts[node].name!r} has {_gpus(gpus)} and so no slot {outside[0]!r}")
+            raise LaunchError(
+                f"host {world.hosts[node].name!r} has {counted(gpus, 'GPU')} and so no slot {outside[0]!r}"
+            )
     notes = [] if seen in (None, (), devices) else [f"{DEVICES}={','.join(seen)} is not used: the hosts' slots are"]
     return _ThisHost(world, node, devices, tuple(notes))
 
@@ -171,14 +166,10 @@ def _ranks(request: RunRequest, gpus: int) -> tuple[int, list[str]]:
         return 1, ["no GPU is visible: 1 process on the CPU (--num_gpus N starts N)"]
     if gpus and request.num_gpus > gpus:
         raise LaunchError(
-            f"--num_gpus: got {request.num_gpus}, but {_gpus(gpus)} {'are' if gpus > 1 else 'is'} visible; "
+            f"--num_gpus: got {request.num_gpus}, but {counted(gpus, 'GPU')} {'are' if gpus > 1 else 'is'} visible; "
             "hide them with CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     return request.num_gpus, []
-
-
-def _gpus(count: int) -> str:
-    return f"{count} GPU{'s' if count > 1 else ''}"
 
 
 def _bound(request: RunRequest, ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -199,9 +190,3 @@ def _bound(request: RunRequest, ranks: int) -> tuple[tuple[int, ...], ...]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def check_port(port: int) -> None:
-    """Raise `LaunchError` where nobody can listen on `port` of this machine."""
-    if why := port_problem(port):
-        raise LaunchError(f"--master_port: cannot listen on {port} ({why}); leave it out for a free one")

@@ -117,7 +117,7 @@ class OutputPump:
             return 0
         return CLOSED_PIPE if isinstance(self.error[1], BrokenPipeError) else WRITE_ERROR
 
-    def finish(self, stopped: Callable[[], bool], seconds: float = 2.0) -> None:
+    def finish(self, stopped: Callable[[], object], seconds: float = 2.0) -> None:
         """Wait until all is written: as long as a slow reader likes, but for `seconds` only while `stopped` holds."""
         for writer in {self._out, self._err}:
             writer.queue.put(None)

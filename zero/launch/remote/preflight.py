@@ -24,6 +24,7 @@ from zero.launch.launch_messages import LaunchError, listed, raise_all
 from zero.launch.process.group import ProcessGroup
 from zero.launch.process.process import Command, Process
 from zero.launch.remote.job_runner import require
+from zero.log import counted
 
 MARK = "zero_probe"  # so that nothing that a login prints is taken for the answer
 _MOST = 64 * 1024  # bytes of a host's output that are kept
@@ -85,7 +86,7 @@ def check(job: Job) -> int:
             texts = problems_of(job, process.status or 0, out, err, here)
         problems += [f"host {process.name}: {text}" for text in texts]
     if problems:
-        hosts = f"{len(group.processes)} host{'s' if len(group.processes) > 1 else ''}"
+        hosts = counted(len(group.processes), "host")
         raise_all([f"nothing was started on the {hosts} (--no_check starts without a look at them):", *problems])
     return 0
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from zero.config import Config
 from zero.core.owner import owner_of, share_along
-from zero.core.sharded_module import ShardedModule
 from zero.parallel.pipeline.partition import divide
 from zero.parallel.pipeline.schedule import make_schedule, of_section
 from zero.parallel.pipeline.split import Divided, Elsewhere
@@ -46,15 +45,13 @@ class Pipelined:
         known = self.schedule
         return make_schedule(known.style, len(known.orders), micro_batches, len(known.places) // len(known.orders))
 
-    def stages(self, sharded: ShardedModule) -> list[Stage]:
+    def stages(self) -> list[Stage]:
         """The stages here, of which units have the parameters by now."""
         found = []
         for index in self.here:
-            params = [param for param, stages in self.divided.readers().items() if index in stages]
-            units = list(
-                {owner.unit.index: owner.unit for owner in map(owner_of, params) if owner is not None}.values()
-            )
-            found.append(Stage(index, self.divided.run, sorted(units, key=lambda unit: unit.index)))
+            owners = (owner_of(param) for param, stages in self.divided.readers().items() if index in stages)
+            units = {owner.unit.index: owner.unit for owner in owners if owner is not None}
+            found.append(Stage(index, self.divided.run, [unit for _, unit in sorted(units.items())]))
         return found
 
 
@@ -65,10 +62,7 @@ def pipelined(
     loss_fn: Callable[..., Any] | None,
     call: Callable[[], Any] | None,
 ) -> Pipelined:
-    """Divide a model among the ranks along pp, of which this is number `place`; changes the model.
-
-    call: as of `divide`. ValueError for what cannot be divided.
-    """
+    """Divide a model among the ranks along pp, of which this is number `place`; changes it. call: as of `divide`."""
     schedule = of_section(settings)
     divided = _divided(model, len(schedule.places), settings, call)
     _tie(divided, schedule)

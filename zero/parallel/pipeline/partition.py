@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from bisect import bisect
@@ -23,22 +24,22 @@ def divide(
     model: nn.Module,
     stages: int,
     partition: str | Sequence[int],
-    said: Mapping[str, int],
+    stage_map: Mapping[str, int],
     call: Callable[[], Any] | None = None,
 ) -> dict[str, int]:
     """The stage of each module that lies in one, by name; of other modules' parameters, each by itself.
 
-    said: stages of modules or parameters by name; what is not named is of the stage of what is registered before it. So
-    `module.pipeline_stage = n`, where nothing is said. Without both, the layers (children of an nn.Sequential, or
+    stage_map: stages of modules or parameters by name; what is not named is of the stage of what is registered before
+    it. So `module.pipeline_stage = n`, where it is empty. Without both, the layers (children of an nn.Sequential, or
     blocks of the largest nn.ModuleList; what is registered before these is of the first stage, and behind them of the
     last) are divided as `partition` says: see the section `pipeline`. call: runs the model on a batch, for "time";
     collective then. ValueError for what does not fit.
     """
     marked = {name: each.pipeline_stage for name, each in model.named_modules() if hasattr(each, "pipeline_stage")}
-    if explicit := dict(said) or marked:
-        source = "pipeline.stage_map" if said else "pipeline_stage"
+    if explicit := dict(stage_map) or marked:
+        source = "pipeline.stage_map" if stage_map else "pipeline_stage"
         _check(explicit, model, stages, source)
-        return dict(_told(model, explicit, "", [0]))
+        return dict(_assigned(model, explicit, "", [0]))
     names = layers(model)
     if len(names) < stages:
         raise ValueError(
@@ -48,7 +49,7 @@ def divide(
     modules = [model.get_submodule(name) for name in names]
     kinds = [type(each).__name__ for each in modules]
     starts = starts_of(kinds, lambda: _numels(model, names), stages, partition, lambda: times_of(modules, model, call))
-    return dict(_told(model, {name: bisect(starts, at) - 1 for at, name in enumerate(names)}, "", [0]))
+    return dict(_assigned(model, {name: bisect(starts, at) - 1 for at, name in enumerate(names)}, "", [0]))
 
 
 def layers(model: nn.Module) -> list[str]:
@@ -102,7 +103,7 @@ def starts_of(
 def _numels(model: nn.Module, names: Sequence[str]) -> list[float]:
     """Of each layer, with what is before the first one and behind the others; each parameter once in each."""
     held = [set() for _ in names]
-    for name, at in _told(model, {name: at for at, name in enumerate(names)}, "", [0]):
+    for name, at in _assigned(model, {name: at for at, name in enumerate(names)}, "", [0]):
         held[at].update(params_of(model, name))
     return [float(sum(param.numel() for param in each)) for each in held]
 
@@ -130,20 +131,29 @@ def times_of(modules: Sequence[nn.Module | None], model: nn.Module, call: Callab
     there = [(at, each) for at, each in enumerate(modules) if each is not None]
     handles = [each.register_forward_pre_hook(partial(begins, at)) for at, each in there]
     handles += [each.register_forward_hook(partial(ends, at)) for at, each in there]
-    trained = model.training
     try:
-        with torch.no_grad(), torch.random.fork_rng():
-            model.eval()
+        with in_eval(model), torch.no_grad(), torch.random.fork_rng():
             for _ in range(2):
                 call()
     finally:
-        model.train(trained)
         for handle in handles:
             handle.remove()
     found = [times]
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     return found[0]
+
+
+@contextlib.contextmanager
+def in_eval(model: nn.Module) -> Iterator[None]:
+    """Inside, all modules are in eval mode; behind it, each is in its own."""
+    training = [each for each in model.modules() if each.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
 
 
 def params_of(model: nn.Module, name: str) -> Iterator[nn.Parameter]:
@@ -156,32 +166,32 @@ def params_of(model: nn.Module, name: str) -> Iterator[nn.Parameter]:
         yield owner._parameters[child]
 
 
-def _told(module: nn.Module, said: Mapping[str, int], path: str, now: list[int]) -> Iterator[tuple[str, int]]:
-    """Each module without others inside that are said to be of another stage; `now`: the stage of the last one."""
+def _assigned(module: nn.Module, stage_map: Mapping[str, int], path: str, now: list[int]) -> Iterator[tuple[str, int]]:
+    """Each module without others inside that have another stage; `now`: the stage of the last one."""
     for name, param in module._parameters.items():
         if param is not None:
-            yield f"{path}{name}", said.get(f"{path}{name}", now[0])
+            yield f"{path}{name}", stage_map.get(f"{path}{name}", now[0])
     before = -1
     for name, child in module._modules.items():
         here = f"{path}{name}"
         if child is None:
             continue
-        now[0] = said.get(here, now[0])
+        now[0] = stage_map.get(here, now[0])
         if isinstance(module, (nn.Sequential, nn.ModuleList)) and now[0] < before:
             raise ValueError(
                 f"pipeline: '{here}' is said to be of stage {now[0]}, and what is before it of stage {before}; stages "
                 "are run in order, so numbers must not decrease"
             )
-        if any(each.startswith(f"{here}.") for each in said):
-            yield from _told(child, said, f"{here}.", now)
+        if any(each.startswith(f"{here}.") for each in stage_map):
+            yield from _assigned(child, stage_map, f"{here}.", now)
         else:
             yield here, now[0]
         before = now[0]
 
 
-def _check(said: Mapping[str, int], model: nn.Module, stages: int, source: str) -> None:
+def _check(stage_map: Mapping[str, int], model: nn.Module, stages: int, source: str) -> None:
     known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
-    for name, stage in said.items():
+    for name, stage in stage_map.items():
         if name not in known:
             near = ", ".join(repr(each) for each, _ in model.named_children())
             raise ValueError(f"{source}: {type(model).__name__} has no module '{name}'; its children are {near}")

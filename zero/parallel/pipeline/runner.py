@@ -150,7 +150,7 @@ class Run:
         said, forms = encode(output, given), []
         decode(said, forms, lambda form: form)
         self._forms[at, number] = [form for form in forms if form.needs_grad]
-        if self._is_here(at + 1):
+        if self._is_here(at + 1):  # detached: each stage has a graph of its own, which its backward frees
             self._handed[Action(Kind.RECEIVE_FORWARD, at + 1, number)] = Handed(said, [each.detach() for each in given])
         else:
             self._runner.messages.form_to(self._places[at + 1], at + 1, (batch.key, torch.is_grad_enabled()), said)

@@ -1,15 +1,25 @@
-"""One stage of a pipeline on this rank: its part of the model, and the micro-batches that are alive in it."""
+"""One stage of a pipeline on this rank: its part of the model, and the micro-batches that are alive in it.
+
+A backward may be in two parts: the gradients of the inputs now, those of the parameters later (Qi et al., 2023). Nodes
+of the graph from which inputs are reached are run in the first part. Where such a node also leads to parameters, what
+arrives at it is kept, and the second part begins there, with no more than that, whatever else of the second part
+arrives. What leads to parameters by no such node begins at the outputs. So each path to a parameter counts once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from zero.core.hooks import tensors_in
 from zero.core.unit import Unit
-from zero.parallel.pipeline.two_parts import backward_of_inputs, backward_of_params
 
 
 class Batch(NamedTuple):
@@ -38,7 +48,7 @@ class Alive(NamedTuple):
     inputs: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor]
     grads: Sequence[torch.Tensor | None] = ()
-    rest: Any = None
+    rest: Rest | None = None
 
 
 class Alias(torch.autograd.Function):
@@ -122,3 +132,130 @@ def _laid_out(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     if grad is None:
         return torch.zeros_like(like)
     return grad if grad.stride() == like.stride() else torch.empty_like(like).copy_(grad)
+
+
+Users = Mapping[Node, Sequence[Node]]  # of a node, those that gradients come from
+
+
+@dataclass
+class Group:
+    """Parameters that have a begin in common, and all of these: nodes of the first part, and numbers of outputs."""
+
+    params: list[nn.Parameter]
+    nodes: dict[Node, None] = field(default_factory=dict)
+    outputs: dict[int, None] = field(default_factory=dict)
+
+
+@dataclass
+class Rest:
+    """What the first part leaves: groups of parameters, what arrived at nodes, and outputs with their gradients."""
+
+    groups: list[Group]
+    arrived: dict[Node, tuple[torch.Tensor | None, ...]]
+    outputs: dict[int, tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def backward_of_inputs(
+    outputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    inputs: Sequence[torch.Tensor],
+    params: Iterable[nn.Parameter],
+) -> tuple[Sequence[torch.Tensor | None], Rest]:
+    """The gradients of the inputs, and what `backward_of_params` wants; keeps the graph. outputs: with gradients."""
+    if not outputs:
+        return [None] * len(inputs), Rest([], {}, {})
+    tensors, grads = zip(*outputs, strict=True)
+    ends = [get_gradient_edge(each).node for each in tensors]
+    users = _users(ends)
+    first = {*_above((get_gradient_edge(each).node for each in inputs), users)}
+    groups = _groups(params, users, first, ends)
+    arrived: dict[Node, tuple[torch.Tensor | None, ...]] = {}
+    with contextlib.ExitStack() as hooks:
+        for node in {node: None for group in groups for node in group.nodes}:
+            hooks.callback(node.register_prehook(partial(arrived.__setitem__, node)).remove)
+        found = torch.autograd.grad(tensors, inputs, grads, retain_graph=True, allow_unused=True)
+    wanted = {number for group in groups for number in group.outputs}
+    return found, Rest(groups, arrived, {number: outputs[number] for number in wanted})
+
+
+def backward_of_params(rest: Rest) -> None:
+    """Add to `grad` of the parameters; hooks that run once gradients are added do not see it."""
+    from torch.utils.checkpoint import GraphExecGroup  # pipelines want a torch that has it; not all of zero does
+
+    # Those of several nodes run others between them again: before these let go of what they need, and without sharing
+    # what is recomputed, which is so once for all groups where each has a node of its own.
+    groups = sorted(rest.groups, key=lambda group: len(group.nodes), reverse=True)
+    with contextlib.nullcontext() if groups and len(groups[0].nodes) > 1 else GraphExecGroup():
+        for group in groups:
+            _backward(group, rest)
+
+
+def _backward(group: Group, rest: Rest) -> None:
+    begins: list[Any] = []
+    grads: list[torch.Tensor | None] = []
+    with contextlib.ExitStack() as hooks:
+        for node in group.nodes:
+            arrived = rest.arrived.get(node, ())
+            hooks.callback(node.register_prehook(partial(_instead, arrived)).remove)
+            for place, grad in enumerate(arrived):
+                if grad is not None:
+                    begins.append(GradientEdge(node, place))
+                    grads.append(grad)
+        for output, grad in (rest.outputs[number] for number in group.outputs):
+            begins.append(output)
+            grads.append(grad)
+        if not begins:
+            return
+        edges = [get_gradient_edge(param) for param in group.params]
+        again = len(group.nodes) > 1
+        found = torch.autograd.grad(begins, edges, grads, retain_graph=again, allow_unused=True)
+    for param, grad in zip(group.params, found, strict=True):
+        if grad is not None:
+            param.grad = grad if param.grad is None else param.grad + grad
+
+
+def _instead(arrived: Any, _: Any) -> Any:
+    return arrived
+
+
+def _users(ends: Iterable[Node]) -> Users:
+    users: dict[Node, list[Node]] = {node: [] for node in ends}
+    left = [*users]
+    while left:
+        node = left.pop()
+        for below, _ in node.next_functions:
+            if below is not None:
+                if below not in users:
+                    users[below] = []
+                    left.append(below)
+                users[below].append(node)
+    return users
+
+
+def _groups(params: Iterable[nn.Parameter], users: Users, first: set[Node], ends: Sequence[Node]) -> list[Group]:
+    by_begin: dict[Node | int, Group] = {}
+    for param in params:
+        group = Group([param])
+        for node in _above([get_gradient_edge(param).node], users, first):
+            if node in first:
+                group.nodes[node] = None
+            else:
+                group.outputs.update((number, None) for number, end in enumerate(ends) if end is node)
+        begins = [*group.nodes, *group.outputs]
+        for other in {id(by_begin[each]): by_begin[each] for each in begins if each in by_begin}.values():
+            group.params += other.params
+            group.nodes |= other.nodes
+            group.outputs |= other.outputs
+        by_begin.update(dict.fromkeys([*group.nodes, *group.outputs], group))
+    return list({id(group): group for group in by_begin.values()}.values())
+
+
+def _above(nodes: Iterable[Node], users: Users, ends: Collection[Node] = ()) -> Iterator[Node]:
+    """These nodes and those that gradients reach them from, up to and with the first ones of `ends`."""
+    left = [node for node in nodes if node in users]
+    seen = {*left}
+    while left:
+        yield (node := left.pop())
+        if node not in ends:
+            fresh = {each: None for each in users[node] if each not in seen}
+            seen.update(fresh)
+            left += fresh

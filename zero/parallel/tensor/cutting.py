@@ -20,8 +20,7 @@ from zero.core.torch_private import shape_of_gradient
 from zero.core.world import Axis, local_device
 from zero.parallel.pipeline.split import Elsewhere
 from zero.parallel.tensor import moves
-from zero.parallel.tensor.first_forward import FirstForward
-from zero.parallel.tensor.first_step import FirstStep, broadcast_batch, compare_batch
+from zero.parallel.tensor.first_step import FirstForward, FirstStep, broadcast_batch, compare_batch
 from zero.parallel.tensor.forward import (
     CutForward,
     Regions,
@@ -33,7 +32,7 @@ from zero.parallel.tensor.forward import (
     has_dropout,
 )
 from zero.parallel.tensor.layers import Layer, set_widths
-from zero.parallel.tensor.plan import Place, TensorPlan, is_inside, merged, tensor_plan
+from zero.parallel.tensor.plan import Place, TensorPlan, is_inside, tensor_plan
 from zero.parallel.tensor.styles import OF_MODEL
 from zero.parallel.tensor.tree import NoDraws, TreeForward, check_blocks
 from zero.plan.grid import UnitAxes
@@ -52,7 +51,7 @@ class CutModel:
         section: TensorParallel,
         stage_of: Mapping[str, int],
     ) -> None:
-        """Collective over the axis: all ranks take the values of its first one. stage_of: see `cut_model`."""
+        """Collective over the axis: all ranks take the values of its first one. stage_of: of modules of a pipeline."""
         self.plan, self.axis, self.stage_of = plan, meshes.along("tp"), stage_of
         self._model, self._broadcasts = model, section.broadcast_batch
         self._compared = self.axis.size == 1
@@ -163,11 +162,15 @@ class CutModel:
             self._first.close()
         for param, place, axes in self._placed:
             if place.cut is not None:
-                param.data = joined(param.detach(), place, axis)
+                param.data = moves.assembled(param.detach(), axis, place.dim, place.ranges)
                 param._zero_cut = None
             share_along(axes, [param])
         self._placed = []
-        self._undo()
+        for forward in reversed(self._forwards):
+            forward.undo()
+        for module, name, value in reversed(self._changed):
+            setattr(module, name, value)
+        self._forwards, self._changed = [], []
 
     def widen(self, memo: Mapping[int, Any]) -> None:
         """Give a copy of the model, whose parameters are whole, the attributes that it had before it was cut.
@@ -177,13 +180,6 @@ class CutModel:
         memo[id(self._model)].__dict__.pop(RECORD, None)
         for module, name, value in reversed(self._changed):
             setattr(memo[id(module)], name, value)
-
-    def _undo(self) -> None:
-        for forward in reversed(self._forwards):
-            forward.undo()
-        for module, name, value in reversed(self._changed):
-            setattr(module, name, value)
-        self._forwards, self._changed = [], []
 
 
 def _whole_only(
@@ -202,9 +198,9 @@ def _whole_only(
 def replaced(
     model: nn.Module, plan: TensorPlan, axis: Axis, blocks: int, stage_of: Mapping[str, int]
 ) -> tuple[list[Replaced], dict[str, Scope]]:
-    """Replace the forwards of what a plan cuts; returns what stands there, and the blocks among it by name.
+    """Replace the forwards of what a plan cuts; returns the replacements, and the blocks among them by name.
 
-    blocks: of each product, 0 for none; stage_of: see `cut_model`.
+    blocks: of each product, 0 for none; stage_of: of modules of a pipeline, by name.
     """
     here = _here(model)
     regions = (NoDraws if blocks else Regions)(axis, local_device())
@@ -263,11 +259,14 @@ def set_counts(model: nn.Module, plan: TensorPlan) -> list[tuple[nn.Module, str,
 
 def place(param: nn.Parameter, at: Place, rank: int) -> None:
     """Leave of a parameter the part that a rank has, and have an engine that is made later know it."""
-    axes = merged(axes_of(param), at.axes)
+    own = axes_of(param)  # it may have some already, as of stages that share it
+    same = tuple(set(own.same) - {"tp"})
+    axes = own._replace(parts=(*own.parts, *at.axes.parts), sums=(*own.sums, *at.axes.sums), same=same)
     if at.cut is None:
         share_along(axes, [param])
         return
-    param.data = sliced(param.detach(), at, rank)
+    values = param.detach()
+    param.data = torch.cat([values.narrow(at.dim, start, size) for start, size in at.ranges[rank]], at.dim)
     set_cut(param, at.cut, axes)
 
 
@@ -301,17 +300,6 @@ def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutMo
     return plan
 
 
-def cut_model(
-    model: nn.Module,
-    plan: TensorPlan | CutModel,
-    meshes: Meshes,
-    section: TensorParallel,
-    stage_of: Mapping[str, int],
-) -> CutModel:
-    """Cut a model as planned, unless it is; collective. stage_of: of modules of a pipeline, by name."""
-    return plan if isinstance(plan, CutModel) else CutModel(model, plan, meshes, section, stage_of)
-
-
 def _refuse_graphs(params: dict[str, nn.Parameter]) -> None:
     """Raise RuntimeError where a graph of an earlier forward is kept: it expects gradients of whole parameters."""
     for name, param in params.items():
@@ -323,13 +311,3 @@ def _refuse_graphs(params: dict[str, nn.Parameter]) -> None:
                     f"initialize(): a graph of an earlier forward knows parameter '{name}' whole, of a loss that is "
                     "kept say; drop it (loss = loss.detach()) before layers are cut"
                 )
-
-
-def sliced(values: torch.Tensor, place: Place, rank: int) -> torch.Tensor:
-    """What a rank has of a whole tensor, in memory of its own."""
-    return torch.cat([values.narrow(place.dim, start, size) for start, size in place.ranges[rank]], place.dim)
-
-
-def joined(values: torch.Tensor, place: Place, axis: Axis | None) -> torch.Tensor:
-    """The whole tensor of which each rank along the axis has a slice."""
-    return moves.assembled(values, axis, place.dim, place.ranges)

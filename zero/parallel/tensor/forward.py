@@ -59,6 +59,7 @@ class Scope(Replaced):
         self.first: Callable[[Scope, Any, Any, dict[str, Any], str], bool] | None = None
         self.whole = False
         self._moved: list[tuple[Tensor, tuple[bool, int], Tensor]] = []
+        self._sums: list[Tensor] = []  # of partial ones, of a section
 
     def run(self, x: Any, args: Any, kwargs: dict[str, Any], name: str = "") -> Any:
         """See `Replaced.run`."""
@@ -76,12 +77,15 @@ class Scope(Replaced):
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, forwards leave nothing that the one around them would find."""
-        moved, self._moved = self._moved, list(self._moved)
+        scopes = [self] if self._around is None else [self, self._around]
+        before = [(each, each._moved, each._sums) for each in scopes]
+        for each in scopes:
+            each._moved, each._sums = [*each._moved], []
         try:
-            with contextlib.nullcontext() if self._around is None else self._around.aside():
-                yield
+            yield
         finally:
-            self._moved = moved
+            for each, moved, sums in before:
+                each._moved, each._sums = moved, sums
 
     def entered(self, x: Tensor) -> Tensor:
         """A whole tensor for uses of which each rank has a part; the same one for all of them."""
@@ -103,8 +107,7 @@ class Scope(Replaced):
 class CutForward(Replaced):
     """The forward of a layer that is cut, or of experts that are.
 
-    scope: the block that it is in, or None for a layer alone; section: of a sequence that is cut, in which it is, or
-    None.
+    scope: the block that it is in, None for a layer alone; section: the one around it, if sequences are cut.
     """
 
     def __init__(self, layer: Layer, axis: Axis, scope: Scope | None, section: Section | None) -> None:
@@ -201,7 +204,7 @@ class CutForward(Replaced):
 
 
 class Section(Scope):
-    """A module inside of which sequences are whole, while around it each rank has a part of them (dim 1).
+    """A module inside of which sequences are whole, while around it each rank has a part (sequence parallelism, dim 1).
 
     learned: whether what it gives is the only sum of partial ones in it, as it is; then that is summed and split at
     once, from the first step on: what is recomputed until then must do as before.
@@ -210,7 +213,6 @@ class Section(Scope):
     def __init__(self, module: nn.Module, axis: Axis, regions: Regions | None, trunk: Trunk) -> None:
         super().__init__(module, axis, regions)
         self._trunk = trunk
-        self._sums: list[Tensor] = []
         self.scatters = self.learned = False
 
     @property
@@ -225,6 +227,7 @@ class Section(Scope):
         sizes = [x.shape[1]] * self.axis.size
         whole = moves.gathered(x, self.axis, 1, sizes)
         self._sums = []
+        # Its layers get a second view of the whole: they give partial gradients, others of the section whole ones.
         self.keep(whole, moves.regathered(x, whole.detach(), self.axis, 1, sizes))
         out = super().run(whole, args, kwargs, name)
         first = out if isinstance(out, Tensor) else out[0]
@@ -240,16 +243,6 @@ class Section(Scope):
         self.learned = alone
         first = moves.split(first, self.axis, 1, sizes_of(first.shape[1], self.axis.size))
         return first if isinstance(out, Tensor) else (first, *out[1:])
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """See `Scope.aside`."""
-        sums, self._sums = self._sums, []
-        try:
-            with super().aside():
-                yield
-        finally:
-            self._sums = sums
 
     def summed(self, out: Tensor) -> Tensor:
         """The sum of partial ones, or this rank's part of it."""

@@ -21,7 +21,7 @@ from zero.core.world import Axis
 
 def copied(x: Tensor, axis: Axis) -> Tensor:
     """A whole tensor that each rank uses for its part: itself; its gradient is the sum of theirs."""
-    return _Copied.apply(x, axis) if torch.is_grad_enabled() and x.requires_grad else x
+    return _Moved.apply(x, _same, _all_reduced, axis) if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def summed(x: Tensor, axis: Axis) -> Tensor:
@@ -31,22 +31,22 @@ def summed(x: Tensor, axis: Axis) -> Tensor:
 
 def gathered(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """The whole tensor, from parts of these sizes along `dim`."""
-    return _Gathered.apply(x, axis, dim % x.ndim, tuple(sizes))
+    return _Moved.apply(x, all_gather, part_of, axis, dim % x.ndim, sizes)
 
 
 def split(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's part of a whole tensor."""
-    return _Split.apply(x, axis, dim % x.ndim, tuple(sizes))
+    return _Moved.apply(x, part_of, all_gather, axis, dim % x.ndim, sizes)
 
 
 def summed_and_split(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's part of the sum of partial ones."""
-    return _SummedAndSplit.apply(x, axis, dim % x.ndim, tuple(sizes))
+    return _Moved.apply(x, reduce_scatter, all_gather, axis, dim % x.ndim, sizes)
 
 
 def regathered(x: Tensor, whole: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """`whole`, gathered from `x` before, for uses of which each rank has a part: its gradient is a partial sum."""
-    return _Regathered.apply(x, whole, axis, dim % x.ndim, tuple(sizes))
+    return _Moved.apply(x, lambda *_: _same(whole), reduce_scatter, axis, dim % x.ndim, sizes)
 
 
 def added_once(x: Tensor, bias: Tensor, axis: Axis) -> Tensor:
@@ -131,19 +131,29 @@ def _exchange(what: str, leaves: int, axis: Axis, start: Callable[..., Any]) -> 
     axis.watchdog.wait((work,), collective)
 
 
+def _same(x: Tensor, *_: Any) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_reduced(x: Tensor, axis: Axis) -> Tensor:
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+
 def _sent(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.native or not x.is_cuda else x.cpu()  # gloo sends from host memory only
 
 
-class _Copied(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """A move in the forward, and its transpose in the backward; `how`: what both take besides the tensor."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor], *how: Any) -> Tensor:
+        ctx.back, ctx.how = back, how
+        return there(x, *how)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
+        return ctx.back(grad, *ctx.how), None, None, *[None] * len(ctx.how)
 
 
 class _Summed(torch.autograd.Function):
@@ -151,53 +161,13 @@ class _Summed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         # A view shares memory that others may read.
         if x._is_view() or not x.is_contiguous() or (x.is_leaf and x.requires_grad):
-            return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+            return _all_reduced(x, axis)
         ctx.mark_dirty(x)
         return all_reduce(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return grad, None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.how = axis, dim, sizes
-        return all_gather(x, axis, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return part_of(grad, *ctx.how), None, None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.how = axis, dim, sizes
-        return part_of(x, axis, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return all_gather(grad, *ctx.how), None, None, None
-
-
-class _SummedAndSplit(_Split):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.how = axis, dim, sizes
-        return reduce_scatter(x, axis, dim, sizes)
-
-
-class _Regathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, whole: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.how = axis, dim, sizes
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return reduce_scatter(grad, *ctx.how), None, None, None, None
 
 
 class _AddedOnce(torch.autograd.Function):

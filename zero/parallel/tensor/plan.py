@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -102,14 +102,10 @@ def _layer(model: nn.Module, name: str, style: str, styles: Styles) -> list[Laye
     if parent._parameters.get(own) is not None:
         return [Layer(name, parent, style, own, styles.packs.get(name, ()))] if STYLES[style].dim else []
     module = model.get_submodule(name)
-    copies = [each for each in (getattr(module, "original_module", None), *_saved(module)) if each is not None]
-    return [Layer(name, each, style, packs=styles.packs.get(name, ())) for each in copies or [module]]
-
-
-def _saved(module: nn.Module) -> Sequence[nn.Module]:
-    """Copies that PEFT trains in place of a module."""
-    saved = getattr(module, "modules_to_save", None)
-    return list(saved.values()) if isinstance(saved, nn.ModuleDict) else ()
+    saved = getattr(module, "modules_to_save", None)  # copies that PEFT trains in place of the module
+    copies = [getattr(module, "original_module", None), *(saved.values() if isinstance(saved, nn.ModuleDict) else ())]
+    copies = [each for each in copies if each is not None] or [module]
+    return [Layer(name, each, style, packs=styles.packs.get(name, ())) for each in copies]
 
 
 def _divided(model: nn.Module, layers: list[Layer], styles: Styles, rank: int, ranks: int) -> TensorPlan:
@@ -280,16 +276,13 @@ def _sees_tokens_alone(module: nn.Module) -> bool:
     return all(isinstance(each, _ALONE) or _NORM.search(type(each).__name__) for each in leaves)
 
 
-def _generic(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
 def _found(model: nn.Module) -> str:
     """What an error lists of a model that nothing is known of."""
     linears: dict[str, str] = {}
     for name, module in linears_of(model):
         weight = base_of(module).weight
-        linears.setdefault(_generic(name) or type(module).__name__, "x".join(map(str, weight.shape)))
+        generic = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) or type(module).__name__
+        linears.setdefault(generic, "x".join(map(str, weight.shape)))
     own = [name for name, each in model.named_modules() if isinstance(each, nn.MultiheadAttention)]
     text = f"; its layers are {', '.join(f'{name} {shape}' for name, shape in linears.items()) or 'none'}"
     if own:
@@ -298,11 +291,4 @@ def _found(model: nn.Module) -> str:
         f"{text}. Say it by tensor_parallel.partition_config, as in "
         '{"layer_specs": [{"patterns": [".*fc1.weight$"], "partition_type": "column"}, '
         '{"patterns": [".*fc2.weight$"], "partition_type": "row"}]}, or give the model a tp_plan'
-    )
-
-
-def merged(axes: UnitAxes, more: UnitAxes) -> UnitAxes:
-    """The axes of a parameter that has some already, as of stages that share it, with those of a plan."""
-    return axes._replace(
-        parts=(*axes.parts, *more.parts), sums=(*axes.sums, *more.sums), same=tuple(set(axes.same) - {"tp"})
     )

@@ -55,8 +55,7 @@ _OPTIONAL = {"sinks": "colwise"}  # parameters of an attention, one for each hea
 class Styles(NamedTuple):
     """Styles by names of modules and parameters.
 
-    packs: sizes of fused tensors by name; locals: attributes that count what is cut, by names of modules; source: what
-    says so.
+    packs: sizes of fused tensors; locals: attributes that count what is cut; both by names. source: what says so.
     """
 
     by_name: dict[str, str]
@@ -71,10 +70,7 @@ def pretrained(model: nn.Module) -> tuple[str, Any] | None:
 
 
 def styles_of(model: nn.Module, section: Any) -> Styles:
-    """The styles that the section `tensor_parallel` says, or the model's own plan, or presets by structure.
-
-    Raises ValueError for a style that is not served, by its name.
-    """
+    """Styles by the section `tensor_parallel`, the model's own plan, or its structure; ValueError for unknown ones."""
     given = section.partition_config
     if given.layer_specs or given.strict_mode or not given.use_default_specs:
         found = _specified(model, given)
@@ -193,10 +189,7 @@ def _specified(model: nn.Module, given: Any) -> Styles:
 
 
 def _complete_tied(model: nn.Module, found: Styles) -> None:
-    """Modules that share a parameter are cut together: a head and its embedding along the vocabulary, others alike.
-
-    Raises ValueError where they cannot be.
-    """
+    """Cut modules that share a parameter together, a head as its embedding, or raise ValueError."""
     owners: dict[int, list[tuple[str, str]]] = {}
     named, styles = dict(model.named_modules()), found.by_name
     for name, module in named.items():

@@ -25,7 +25,7 @@ from zero.compat.bitsandbytes import format_of
 from zero.compat.getters import DeepSpeedGetters
 from zero.config import Config
 from zero.config.optimizers import ARGUMENTS, LambParams, MuonParams, torch_reason
-from zero.core.micro_batches import weighted
+from zero.core.micro_batches import Weighing, weighted
 from zero.core.mixed_precision import DTYPES
 from zero.core.world import local_device
 from zero.data import Loader
@@ -33,7 +33,6 @@ from zero.data.loader import make_loader
 from zero.engine.arguments import Groups, client_optimizer, parameter_groups
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.status import Status
-from zero.engine.weighing import Weighing
 from zero.optim.make import torch_arguments
 from zero.optim.muon_groups import muon_groups, rules_line
 from zero.tools.check.places import Places

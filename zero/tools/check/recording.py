@@ -196,7 +196,7 @@ def load(folder: Path) -> RunRecord | None:
     paths = [folder / f"rank{rank}.pt" for rank in range(len(list(folder.glob("rank*.pt"))))]
     if not paths or not all(path.exists() for path in paths):
         return None
-    return record_of([torch.load(path, weights_only=True) for path in paths], folder)
+    return record_of([torch.load(path, mmap=True, weights_only=True) for path in paths], folder)
 
 
 def _prefix(index: int) -> str:
