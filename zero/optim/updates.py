@@ -26,7 +26,7 @@ from zero.kernels.marks import mark
 from zero.log import logger
 from zero.memory.available import host_threads
 from zero.memory.pending_update import PendingUpdate, Waits
-from zero.memory.streams import Event, record_event
+from zero.memory.streams import Event, entered, record_event
 from zero.optim.shard_optimizer import Group, ShardOptimizer, Update
 from zero.optim.unit_norms import UnitNorms
 from zero.plan.memory import SLOTS
@@ -146,10 +146,12 @@ class UnitUpdater:
             for used in (update.grad, update.factor) if unit.shard.placement.streamed else ():
                 if isinstance(used, torch.Tensor):
                     up.record_stream(used)
-            with up.entered() if unit.shard.placement.streamed else contextlib.nullcontext():
-                self._compute(update)
-            if update.publish:
-                unit.publish(after_update=True)
+            # Full parameters, which `publish` takes memory for, are the loop's.
+            with entered(ready and ready.stream):
+                with up.entered() if unit.shard.placement.streamed else contextlib.nullcontext():
+                    self._compute(update)
+                if update.publish:
+                    unit.publish(after_update=True)
             self.on_update("done", unit.plan.name)
             return up.record_event()
         except BaseException as error:
