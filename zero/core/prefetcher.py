@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,7 +13,6 @@ from zero.core.param_buffer import State
 from zero.core.released import Released
 from zero.core.torch_private import backward_task, storage_id
 from zero.core.unit import Unit
-from zero.memory.streams import current_stream
 from zero.plan.order import START, Limits, Position, advance, fetched_ahead, read_ahead, to_come, used_again
 
 
@@ -165,13 +163,11 @@ class ParamPrefetcher:
 
     backwards: how many backwards have ended: the number of the one that runs;
     forecast:  what is expected to be used next;
-    stream:    the one that the loop computes on, as of its last forward; None without a GPU;
     on_forward: called when a forward begins that builds a graph, before anything is gathered.
     """
 
-    def __init__(self, units: Sequence[Unit], limits: Limits, device: torch.device) -> None:
+    def __init__(self, units: Sequence[Unit], limits: Limits) -> None:
         self.units = units
-        self._device = device
         self.backwards = 0
         self._uses = [Use(unit) for unit in units]
         self._sizes = [sum(spec.numel for spec in unit.plan.params) for unit in units]
@@ -181,7 +177,6 @@ class ParamPrefetcher:
         self._calls: list[Call] = []  # hooked modules that are in their forward, the innermost last
         self._methods: list[Call] = []  # methods that run as a forward does, outside of any; likewise
         self._returned: list[tuple[Use, bool]] = []  # units inside what the root returned; whether for a backward
-        self.stream: Any | None = None
         self.on_forward: Callable[[], object] = bool
         self._builds_graph = False  # the backward that runs builds a graph of itself, which reads the same parameters
         for unit in units:
@@ -316,7 +311,6 @@ class ParamPrefetcher:
         self.release_all(keep_if_referenced=False)
 
     def _begin_forward(self) -> None:
-        self.stream = current_stream(self._device)
         self._end_returned(lambda for_backward: not for_backward)
         if torch.is_grad_enabled():
             self.on_forward()

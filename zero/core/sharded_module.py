@@ -76,7 +76,7 @@ class ShardedModule:
             unit.gradients.sum_as_tree()
         self.sharding = sharding
         self.world, self.meshes, self.table, self.device = world, meshes, table, device
-        self.prefetcher = ParamPrefetcher(self.units, limits, device)
+        self.prefetcher = ParamPrefetcher(self.units, limits)
         self.reducer = Reducer(self.units, sharding, self.prefetcher, FirstNotFinite(self.trained, world))
         if any(unit.resharded for unit in units):
             self.reducer.on_flush.append(uncalled_leaves(module, {unit.plan.anchor for unit in units}))

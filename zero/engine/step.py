@@ -50,6 +50,7 @@ from zero.engine.replicas import Replicas
 from zero.engine.status import Status
 from zero.engine.step_record import StepRecord, mean_loss
 from zero.log import logger, rank_zero
+from zero.memory.streams import current_stream
 from zero.monitor.comms import Traffic, table
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
@@ -318,6 +319,7 @@ class TrainingStep:
             self.record.clear(done=False)
         if torch.is_grad_enabled():
             self._accumulation.begin_forward()
+            self._sharded.reducer.stream = current_stream(self._sharded.device)
         watched, timed = self._sharded.world.watchdog.call(Phase.FORWARD), self.progress.phase("forward")
         try:
             with watched, timed, self._precision.forward(), self._seeded(), self.recomputing.scope():
