@@ -59,7 +59,7 @@ AVX512_FLAGS = [
     "-Wno-uninitialized",
 ]  # fmt: skip
 
-ISA_SOURCES = ["cpu_step.cpp", "cpu_norm.cpp", "cpu_bucket.cpp", "cpu_crc32.cpp"]
+ISA_SOURCES = ["cpu_step.cpp", "cpu_norm.cpp", "cpu_rows.cpp", "cpu_wire.cpp", "cpu_crc32.cpp"]
 COMMON_SOURCES = [
     "cpu_dispatch.cpp", "cpu_parallel.cpp", "cpu_read.cpp", "aio.cpp", "aio_uring.cpp", "bind_aio.cpp",
     "bind_cpu.cpp",
@@ -68,7 +68,7 @@ COMMON_SOURCES = [
 # One compilation per format of the states lets ninja run them side by side; they are the most work.
 CUDA_OBJECTS = [
     *(("cuda_step.cu", f"cuda_step{code}.o", [f"-DZERO_STATE_FORMAT={code}"]) for code in (2, 1, 0)),
-    *((f"cuda_{name}.cu", f"cuda_{name}.o", []) for name in ("norm", "dispatch", "bucket", "host")),
+    *((f"cuda_{name}.cu", f"cuda_{name}.o", []) for name in ("norm", "pack", "rows", "wire", "host")),
 ]
 # -fmad=false is to nvcc what -ffp-contract=off is to a C++ compiler. The next three are what it does anyway; they stand
 # here since the results depend on them.

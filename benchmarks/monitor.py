@@ -33,12 +33,13 @@ from measure import machine_line, run_ranks, table
 from variants import gpt
 
 import zero
-import zero.engine.progress
+import zero.engine.recorder
 import zero.monitor.monitor
 from zero.config import load
 from zero.engine.description import run_facts
+from zero.engine.unit_norms import UnitNorms
 from zero.monitor.monitor import Monitor
-from zero.monitor.step_report import Line
+from zero.monitor.step_record import Line
 
 SHAPES = {"tiny": gpt.Shape(width=16, layers=4, heads=2, context=8), "example": gpt.Shape()}
 BATCH = {"tiny": 1, "example": 8}
@@ -93,15 +94,15 @@ class Switch:
         settings, training = load({**common, **keys}, dist.get_world_size()), engine._training
         self._training, self._optimizer = training, engine.optimizer
         self.monitor = Monitor(engine._sharded.world.watchdog.status)
-        self.monitor.open(settings, lambda: run_facts(engine))
+        self.monitor.open(settings, lambda: run_facts(engine), 1)
         every = settings.zero.unit_norms
-        self.norms = engine.optimizer.watch_norms(every) if every else None
+        self.norms = UnitNorms(engine._sharded, engine.optimizer, every) if every else None
         self.profiles = training.profiles if settings.zero.report is not None else None
 
     def on(self) -> None:
         """Into the step."""
-        self._training.progress.monitor = self.monitor
-        self._training.norms = self._optimizer._updater.norms = self.norms
+        self._training.recorder.monitor, self._training.recorder._norms = self.monitor, self.norms
+        self._optimizer.around_updates(None if self.norms is None else self.norms.of)
         self._training.profiles = self.profiles
 
     def drain(self) -> None:
@@ -177,7 +178,7 @@ def measure(rank: int, size: str, counts: Counts) -> Found:
         return (time.perf_counter() - begin) / steps, (time.process_time() - cpu) / steps
 
     flushes = zero.monitor.monitor._FLUSH_EVERY
-    zero.monitor.monitor._FLUSH_EVERY = zero.engine.progress._MEMORY_EVERY = RARE
+    zero.monitor.monitor._FLUSH_EVERY = zero.engine.recorder._MEMORY_EVERY = RARE
     switches = {name: Switch(engine, keys, common) for name, keys in variants(folder[0], size).items()}
     off = Switch(engine, {}, common)
     first = Switch(engine, {"zero": {"report": f"{folder[0]}/second"}}, common)
@@ -188,14 +189,14 @@ def measure(rank: int, size: str, counts: Counts) -> Found:
     for _ in range(counts.fours):
         for name, switch in switches.items():
             taken[name] += [block(each, counts.steps) for each in (switch, off, off, switch)]
-    calls = alone(lambda: _calls(off, engine._progress))
+    calls = alone(lambda: _calls(off, engine._recorder))
     walls = {name: reduced([wall for wall, _ in each], dist.ReduceOp.MAX) for name, each in taken.items()}
     cpus = {name: reduced([cpu for _, cpu in each], dist.ReduceOp.SUM) for name, each in taken.items()}
     step, cpu = (statistics.median(_off(each)) for each in (walls, cpus))
     flush = switches["all"].monitor._writer._flush
     flush()
     block(switches["all"], round(flushes / step))  # what is left to be written then
-    rare = alone(engine._progress._kinds, 100) + alone(flush, 1) / flushes
+    rare = alone(engine._recorder._nbytes, 100) + alone(flush, 1) / flushes
     passes = functools.partial(_norms, switches["unit norms"].norms, engine._sharded.trained)
     norms = statistics.median(alone(passes, 1) for _ in range(50))
     for switch in (*switches.values(), first):
@@ -225,20 +226,20 @@ def alone(call: Callable[[], Any], count: int = 10_000) -> float:
 
 def _norms(norms: Any, units: Sequence[Any]) -> None:
     """As in a step."""
-    norms.begin(0, 1.0)
+    norms.take(0)
     for unit in units:
         with norms.of(unit, unit.shard.master.values()):
             pass
     norms.take(1)
 
 
-def _calls(off: Switch, progress: Any) -> None:
+def _calls(off: Switch, recorder: Any) -> None:
     """What a step of one micro-batch calls of it."""
     off.on()
     for phase in ("forward", "backward", "step"):
-        with progress.phase(phase):
+        with recorder.phase(phase):
             pass
-    progress.report_step({}, 0)
+    recorder.conclude(recorder.step_ended(0), {})
 
 
 def report(size: str, found: Found, ranks: int, counts: Counts) -> str:

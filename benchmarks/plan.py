@@ -139,7 +139,7 @@ def observe(engine: Any, batches: list[Any]) -> Bytes:
     for unit in sharded.trained:
         unit.shard.settle()  # what the step before still sends is not of this one
     gc.collect()
-    at_rest = sum(alive_now(sharded, engine.optimizer))
+    at_rest, sent = sum(alive_now(sharded, engine.optimizer)), sharded.world.watchdog.status.sent
     with Observed(sharded, engine.optimizer) as observed, Meter(engine) as meter:
         for batch in batches:
             start = meter.now
@@ -150,9 +150,10 @@ def observe(engine: Any, batches: list[Any]) -> Bytes:
             engine.step()
         for unit in sharded.trained:
             unit.shard.settle()
+    sent = sharded.world.watchdog.status.sent - sent
     host = engine.host_nbytes()
     away = (0, 0) if host is None else (host.memory, host.files)
-    return Bytes(observed.most[: len(STATE)], kept, at_rest + meter.most, *away, observed.sent)
+    return Bytes(observed.most[: len(STATE)], kept, at_rest + meter.most, *away, sent)
 
 
 def try_row(rank: int, row: Row, folder: str, rates: Rates | None = None) -> Seen:

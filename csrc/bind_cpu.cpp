@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "bind_aio.h"
-#include "bind_step.h"
+#include "bind_arguments.h"
 #include "cpu_kernels.h"
 
 namespace py = pybind11;
@@ -33,46 +33,32 @@ double sum_squares_of(uintptr_t x, int dtype, int64_t numel, int threads) {
   return sum_squares(pointer<void>(x), dtype, numel, threads);
 }
 
-std::vector<Span> spans_of(const std::vector<uintptr_t>& tensors, const std::vector<int>& dtypes,
-                           const std::vector<int64_t>& numels, const std::vector<int64_t>& offsets) {
-  const size_t count = tensors.size();
-  if (dtypes.size() != count || numels.size() != count || offsets.size() != count) {
-    throw std::invalid_argument("tensors, dtypes, numels and offsets must have the same length");
-  }
-  std::vector<Span> spans;
-  spans.reserve(count);
-  for (size_t i = 0; i < count; ++i) {
-    need_dtype(dtypes[i]);
-    spans.push_back(Span{pointer<void>(tensors[i]), dtypes[i], numels[i], offsets[i]});
-  }
-  return spans;
-}
-
-void pack_spans(const std::vector<uintptr_t>& tensors, const std::vector<int>& dtypes,
-                const std::vector<int64_t>& numels, const std::vector<int64_t>& offsets, uintptr_t flat,
-                int flat_dtype, double scale, bool add, int threads) {
+void pack_of(const SpanArguments& arguments, uintptr_t flat, int flat_dtype, double scale, bool add, int threads) {
   need_dtype(flat_dtype);
-  const std::vector<Span> spans = spans_of(tensors, dtypes, numels, offsets);
+  const std::vector<Span> spans = spans_of(arguments);
   py::gil_scoped_release nogil;
   pack(spans.data(), static_cast<int64_t>(spans.size()), pointer<void>(flat), flat_dtype,
        static_cast<float>(scale), add, threads);
 }
 
 void sum_rows_of(const std::vector<uintptr_t>& rows, int dtype, uintptr_t out, int64_t numel, bool accumulate,
-                 int threads) {
-  need_dtype(dtype < kRecordsTo ? dtype : dtype - kRecordsTo);
+                 int64_t part, int threads) {
+  need_dtype(dtype);
   if (rows.empty()) throw std::invalid_argument("rows is empty; wanted at least one");
   std::vector<const void*> pointers;
   pointers.reserve(rows.size());
   for (const uintptr_t row : rows) pointers.push_back(pointer<void>(row));
-  const SumRowsJob job{pointers.data(), static_cast<int64_t>(pointers.size()), dtype, pointer<void>(out), accumulate};
+  const int64_t count = static_cast<int64_t>(pointers.size());
+  const SumRowsJob job{pointers.data(), count, dtype, pointer<void>(out), accumulate, part};
   py::gil_scoped_release nogil;
   sum_rows(job, numel, threads);
 }
 
-void encode_of(uintptr_t values, uintptr_t message, int64_t numel, int threads) {
+void encode_of(uintptr_t values, int dtype, int64_t numel, uintptr_t message, uintptr_t error, int64_t part,
+               int threads) {
+  const EncodeJob job = encode_job_of(values, dtype, message, error, part);
   py::gil_scoped_release nogil;
-  encode(pointer<float>(values), pointer<uint8_t>(message), numel, threads);
+  encode(job, numel, threads);
 }
 
 // The bytes of an object that has the buffer protocol; it may be read only unless they will be written. It cannot
@@ -145,11 +131,11 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, py::arg("name"),
         "Choose an instruction set for the whole process ('auto': the strongest). For tests.");
   // Positional only: keyword arguments would cost a dictionary look-up each, on a path that runs every step.
-  m.def("step", &step_of, "(formula, step, grad_scale, shard, threads); the tuples: csrc/bind_step.h");
+  m.def("step", &step_of, "(formula, step, grad_scale, shard, threads); the tuples: csrc/bind_arguments.h");
   m.def("sum_squares", &sum_squares_of, "(x, dtype, numel, threads) -> float");
-  m.def("pack", &pack_spans, "(tensors, dtypes, numels, offsets, flat, flat_dtype, scale, add, threads)");
-  m.def("sum_rows", &sum_rows_of, "(rows, dtype, out, numel, accumulate, threads)");
-  m.def("encode", &encode_of, "(values, message, numel, threads)");
+  m.def("pack", &pack_of, "([(tensor, dtype, numel, offset)], flat, flat_dtype, scale, add, threads)");
+  m.def("sum_rows", &sum_rows_of, "(rows, dtype, out, numel, accumulate, blocks of a part or 0, threads)");
+  m.def("encode", &encode_of, "(values, dtype, numel, message, error or 0, blocks of a part, threads)");
   m.def("crc32", &crc32_of, "(data, value) -> int; data: any object with a contiguous buffer");
   m.def("crc32_read", &crc32_of_read, "(file, offset, target, chunk) -> (nbytes, [int]); chunk in bytes");
   bind_aio(m);

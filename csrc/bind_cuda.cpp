@@ -6,7 +6,7 @@
 
 #include <stdexcept>
 
-#include "bind_step.h"
+#include "bind_arguments.h"
 #include "cuda_kernels.cuh"
 
 #ifndef ZERO_CUDA_ARCHS
@@ -41,15 +41,27 @@ void sum_squares_of(uintptr_t x, int dtype, int64_t numel, uintptr_t scratch, ui
 }
 
 void sum_rows_of(uintptr_t first, int64_t stride, int64_t rows, int dtype, uintptr_t out, int64_t numel,
-                 bool accumulate, int device, uintptr_t stream) {
-  need_dtype(dtype < kRecordsTo ? dtype : dtype - kRecordsTo);
+                 bool accumulate, int64_t part, int device, uintptr_t stream) {
+  need_dtype(dtype);
+  const SumRowsJob job{pointer<const char>(first), stride, rows, dtype, pointer<void>(out), numel, accumulate, part};
   py::gil_scoped_release nogil;
-  sum_rows(pointer<void>(first), stride, rows, dtype, pointer<void>(out), numel, accumulate, where(device, stream));
+  (part > 0 ? sum_messages : sum_rows)(job, where(device, stream));
 }
 
-void encode_of(uintptr_t values, uintptr_t message, int64_t numel, int device, uintptr_t stream) {
+void encode_of(uintptr_t values, int dtype, int64_t numel, uintptr_t message, uintptr_t error, int64_t part,
+               int device, uintptr_t stream) {
+  const EncodeJob job = encode_job_of(values, dtype, message, error, part);
   py::gil_scoped_release nogil;
-  encode(pointer<float>(values), pointer<uint8_t>(message), numel, where(device, stream));
+  encode(job, numel, where(device, stream));
+}
+
+void pack_of(const SpanArguments& arguments, uintptr_t flat, int flat_dtype, double scale, bool add, int device,
+             uintptr_t stream) {
+  need_dtype(flat_dtype);
+  const std::vector<Span> spans = spans_of(arguments);
+  py::gil_scoped_release nogil;
+  pack(spans.data(), static_cast<int64_t>(spans.size()), pointer<void>(flat), flat_dtype, static_cast<float>(scale),
+       add, where(device, stream));
 }
 
 void probe_of(int threads, int device, uintptr_t stream) {
@@ -78,10 +90,12 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("NORM_BLOCK") = zero::kNormBlock;
   // Positional only: keyword arguments would cost a dictionary look-up each, on a path that runs every step.
   m.def("step", &step_of,
-        "(formula, step, grad_scale, its address or 0, shard, device, stream); the tuples: csrc/bind_step.h");
+        "(formula, step, grad_scale, its address or 0, shard, device, stream); the tuples: csrc/bind_arguments.h");
   m.def("sum_squares", &sum_squares_of, "(x, dtype, numel, scratch, out, accumulate, device, stream)");
-  m.def("sum_rows", &sum_rows_of, "(first, stride, rows, dtype, out, numel, accumulate, device, stream)");
-  m.def("encode", &encode_of, "(values, message, numel, device, stream)");
+  m.def("pack", &pack_of, "([(tensor, dtype, numel, offset)], flat, flat_dtype, scale, add, device, stream)");
+  m.def("sum_rows", &sum_rows_of,
+        "(first, stride, rows, dtype, out, numel, accumulate, blocks of a part or 0, device, stream)");
+  m.def("encode", &encode_of, "(values, dtype, numel, message, error or 0, blocks of a part, device, stream)");
   m.def("probe", &probe_of, "(threads, device, stream)");
   m.def("host_register", &host_register_of, "(address, nbytes, device)");
   m.def("host_unregister", &host_unregister_of, "(address, device)");

@@ -13,10 +13,11 @@ namespace zero {
   void sum_squares_blocks(const void*, int, int64_t, double*);                         \
   void convert(const void*, int, void*, int, int64_t, float, bool);                    \
   void sum_rows(const SumRowsJob&, int64_t, int64_t);                                  \
-  void encode(const float*, uint8_t*, int64_t, int64_t);                               \
+  void sum_messages(const SumRowsJob&, int64_t, int64_t);                              \
+  void encode(const EncodeJob&, int64_t, int64_t);                                     \
   uint32_t crc32(uint32_t, const void*, int64_t);                                      \
-  constexpr Kernels kernels{#isa,     step,   sum_squares_blocks, convert,             \
-                            sum_rows, encode, crc32};                                  \
+  constexpr Kernels kernels{#isa,     step,         sum_squares_blocks, convert,       \
+                            sum_rows, sum_messages, encode,             crc32};        \
   }
 
 ZERO_DECLARE_ISA(scalar)

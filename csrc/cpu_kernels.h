@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "norm_math.h"
-#include "shard.h"
+#include "jobs.h"
 
 namespace zero {
 
@@ -23,14 +23,14 @@ struct StepJob : Shard {
   uint64_t seed;  // of the random bits: of this unit and step
 };
 
-// out[i] = row 0 [i] + row 1 [i] + ... in this order, in fp32. The ranges of kRecordsTo are multiples of kWireBlock
-// elements, and the sum is of its dtype.
+// out[i] = row 0 [i] + row 1 [i] + ... in this order, in fp32.
 struct SumRowsJob {
   const void* const* rows;
   int64_t count;
-  int dtype;
+  int dtype;  // of the rows, whose sum is fp32; where they are messages, that of their sum
   void* out;
   bool accumulate;
+  int64_t part;  // 0, or the rows are messages in 8 bits, of parts of so many blocks (format_math.h)
 };
 
 struct Kernels {
@@ -39,7 +39,8 @@ struct Kernels {
   void (*sum_squares_blocks)(const void* x, int dtype, int64_t numel, double* sums);  // one for each block
   void (*convert)(const void* src, int src_dtype, void* dst, int dst_dtype, int64_t numel, float scale, bool add);
   void (*sum_rows)(const SumRowsJob& job, int64_t begin, int64_t end);
-  void (*encode)(const float* values, uint8_t* message, int64_t begin, int64_t end);  // multiples of kWireBlock
+  void (*sum_messages)(const SumRowsJob& job, int64_t begin, int64_t end);  // multiples of kWireBlock, here and below
+  void (*encode)(const EncodeJob& job, int64_t begin, int64_t end);
   uint32_t (*crc32)(uint32_t value, const void* data, int64_t nbytes);  // value: of what comes before; 0 of nothing
 };
 
@@ -51,17 +52,10 @@ const Kernels& compiled(int index);  // weakest first
 bool runnable(int index);            // this processor, and its operating system, can run it
 
 // cpu_parallel.cpp: the same kernels over whole arrays. threads <= 1 never enters an OpenMP region.
-struct Span {
-  void* tensor;
-  int dtype;
-  int64_t numel;
-  int64_t offset;  // of its first element in the flat buffer
-};
-
 void step(const StepJob& job, int threads);
 double sum_squares(const void* x, int dtype, int64_t numel, int threads);
 void sum_rows(const SumRowsJob& job, int64_t numel, int threads);
-void encode(const float* values, uint8_t* message, int64_t numel, int threads);
+void encode(const EncodeJob& job, int64_t numel, int threads);
 void pack(const Span* spans, int64_t count, void* flat, int flat_dtype, float scale, bool add, int threads);
 
 // cpu_read.cpp: reads a file from `offset` on, on the calling thread, and continues the CRC-32 `value` by what came.

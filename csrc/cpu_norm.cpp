@@ -60,11 +60,7 @@ void run(const void* data, int64_t numel, double* sums) {
 }  // namespace
 
 void sum_squares_blocks(const void* x, int dtype, int64_t numel, double* sums) {
-  switch (dtype) {
-    case kBF16: return run<BF16>(x, numel, sums);
-    case kF16: return run<F16>(x, numel, sums);
-    default: return run<float>(x, numel, sums);
-  }
+  with_type(dtype, [&](auto value) { run<decltype(value)>(x, numel, sums); });
 }
 
 }  // namespace ZERO_ISA

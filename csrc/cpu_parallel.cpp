@@ -83,12 +83,13 @@ double sum_squares(const void* x, int dtype, int64_t numel, int threads) {
 
 void sum_rows(const SumRowsJob& job, int64_t numel, int threads) {
   const Kernels& kernels = active();
-  split(numel, threads, 1, [&](int64_t begin, int64_t end) { kernels.sum_rows(job, begin, end); });
+  const auto sum = job.part > 0 ? kernels.sum_messages : kernels.sum_rows;
+  split(numel, threads, 1, [&](int64_t begin, int64_t end) { sum(job, begin, end); });
 }
 
-void encode(const float* values, uint8_t* message, int64_t numel, int threads) {
+void encode(const EncodeJob& job, int64_t numel, int threads) {
   const Kernels& kernels = active();
-  split(numel, threads, 1, [&](int64_t begin, int64_t end) { kernels.encode(values, message, begin, end); });
+  split(numel, threads, 1, [&](int64_t begin, int64_t end) { kernels.encode(job, begin, end); });
 }
 
 void pack(const Span* spans, int64_t count, void* flat, int flat_dtype, float scale, bool add, int threads) {

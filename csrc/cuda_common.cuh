@@ -6,8 +6,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "cuda_kernels.cuh"
 
@@ -48,15 +51,27 @@ void launch(const char* name, void (*kernel)(P...), int64_t blocks, int threads,
 // torch's copy of the CUDA runtime knows the current device, ours has to be told.
 inline void enter(const Where& where) { check(cudaSetDevice(where.device), "cudaSetDevice", where); }
 
-// As many blocks as the chip runs at once, and no more than there is work for: each one then goes through its share.
+// Blocks of a kernel that the chip runs at once. Asking takes as long as a launch: it is asked once.
+inline int64_t resident_blocks(const void* kernel, int threads, const Where& where) {
+  static std::mutex lock;
+  static std::map<std::pair<const void*, int>, int64_t> known;
+  const std::lock_guard<std::mutex> hold(lock);
+  int64_t& blocks = known[{kernel, where.device}];
+  if (blocks == 0) {
+    int processors = 0, resident = 0;
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, where.device), "cudaDeviceGetAttribute",
+          where);
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, 0),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor", where);
+    blocks = static_cast<int64_t>(processors) * std::max(resident, 1);
+  }
+  return blocks;
+}
+
+// As many as run at once, and no more than there is work for: each one then goes through its share.
 template <class... P>
 int64_t grid(void (*kernel)(P...), int threads, int64_t blocks_of_work, const Where& where) {
-  int processors = 0, resident = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, where.device), "cudaDeviceGetAttribute",
-        where);
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, 0),
-        "cudaOccupancyMaxActiveBlocksPerMultiprocessor", where);
-  const int64_t fitting = static_cast<int64_t>(processors) * std::max(resident, 1);
+  const int64_t fitting = resident_blocks(reinterpret_cast<const void*>(kernel), threads, where);
   return std::max<int64_t>(1, std::min(fitting, blocks_of_work));
 }
 
@@ -149,12 +164,23 @@ __device__ __forceinline__ void store_words(const uint32_t* w, void* to, int cou
   }
 }
 
-__device__ __forceinline__ int size_of(int dtype) { return dtype == kF32 ? 4 : 2; }
+__host__ __device__ __forceinline__ int size_of(int dtype) { return dtype == kF32 ? 4 : 2; }
 
 __device__ __forceinline__ const char* at(const void* base, int64_t bytes) {
   return static_cast<const char*>(base) + bytes;
 }
 __device__ __forceinline__ char* at(void* base, int64_t bytes) { return static_cast<char*>(base) + bytes; }
+
+// The largest of `lanes` neighbouring lanes of a warp, in all of them.
+template <int lanes>
+__device__ __forceinline__ uint32_t largest_of(uint32_t x) {
+#pragma unroll
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, x, distance);
+    x = other > x ? other : x;
+  }
+  return x;
+}
 
 // The same for a floating dtype that is known at run time only; `w` has room for n words.
 template <int n>
@@ -171,6 +197,22 @@ __device__ __forceinline__ Scalar float_at(const uint32_t* w, int k, int dtype) 
   const uint32_t half = word_at<2>(w, k);
   if (dtype == kBF16) return Scalar{from_pattern(half << 16)};
   return Scalar{widen(F16{static_cast<uint16_t>(half)})};
+}
+
+template <int n>
+__device__ __forceinline__ void store_floats(const Scalar (&x)[n], void* base, int dtype, int64_t i, int count,
+                                             bool wide) {
+  uint32_t w[n];
+  if (dtype == kF32) {
+#pragma unroll
+    for (int k = 0; k < n; ++k) w[k] = pattern(x[k].x);
+    return store_words<4, n>(w, at(base, i * 4), count, wide);
+  }
+#pragma unroll
+  for (int k = 0; k < n; ++k) {
+    put_word<2>(w, k, dtype == kBF16 ? bf16_ties_to_even(x[k]).x : narrow_f16(x[k].x).bits);
+  }
+  store_words<2, n>(w, at(base, i * 2), count, wide);
 }
 
 }  // namespace cuda

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "norm_math.h"
-#include "shard.h"
+#include "jobs.h"
 
 namespace zero {
 namespace cuda {
@@ -30,17 +30,33 @@ struct StepJob : Shard {
 
 void step(const StepJob& job, Where where);
 
+// The same for one format of the states (cuda_step.cu, which is compiled once for each).
+template <int format>
+void step_in(const StepJob& job, const Where& where);
+
 // out[0] = (accumulate ? out[0] : 0) + the sum of squares, added as norm_math.h says. `scratch` holds one fp64 number
 // per block.
 void sum_squares(const void* x, int dtype, int64_t numel, double* scratch, double* out, bool accumulate, Where where);
 
-// out = (accumulate ? out : 0) + (row 0 + row 1 + ...), in fp32. Row r is `stride` bytes, either way, behind row r - 1;
-// `out` is fp32, and may be a row of fp32; that of kRecordsTo is of its dtype.
-void sum_rows(const void* first, int64_t stride, int64_t rows, int dtype, void* out, int64_t numel, bool accumulate,
-              Where where);
+// out = (accumulate ? out : 0) + (row 0 + row 1 + ...), in fp32. Row r is `stride` bytes, either way, behind row r - 1.
+struct SumRowsJob {
+  const char* first;
+  int64_t stride, rows;
+  int dtype;  // of the rows, whose sum is fp32 and may be a row of fp32; where they are messages, that of their sum
+  void* out;
+  int64_t numel;
+  bool accumulate;
+  int64_t part;  // 0, or the rows are messages in 8 bits, of parts of so many blocks (format_math.h)
+};
 
-// 8 bits of each element, n a multiple of kWireBlock (format_math.h).
-void encode(const float* values, uint8_t* message, int64_t numel, Where where);
+void sum_rows(const SumRowsJob& job, Where where);
+void sum_messages(const SumRowsJob& job, Where where);
+
+// 8 bits of each element, a multiple of kWireBlock of them (format_math.h).
+void encode(const EncodeJob& job, int64_t numel, Where where);
+
+// Sets the spans of `flat` to the tensors times `scale`, or adds those to them.
+void pack(const Span* spans, int64_t count, void* flat, int flat_dtype, float scale, bool add, Where where);
 
 // Launches a kernel that does nothing, on `threads` threads: throws when this device cannot run what was compiled.
 void probe(int threads, Where where);

@@ -7,13 +7,12 @@
 #include <type_traits>
 
 #include "cuda_common.cuh"
-#include "cuda_step.cuh"
 
 namespace zero {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 // Elements of a thread, side by side. fp32: 4, so that each access of a warp covers whole sectors of all its arrays.
 // 16-bit and 8-bit states: 8, which makes 16 bytes of a 16-bit array, and a block of 256 elements the work of a warp.
@@ -22,7 +21,7 @@ inline constexpr int kRun = format == kStateF32 ? 4 : 8;
 
 // Blocks of threads that a processor is to hold at least; it bounds the registers, and nothing spills.
 template <int format>
-inline constexpr int kResident = format == kStateF32 ? 4 : 3;
+inline constexpr int kResident = format == kStateF32 ? 8 : format == kStateBF16 ? 6 : 5;
 
 template <int format>
 inline constexpr int kStateSize = format == kStateF32 ? 4 : format == kStateBF16 ? 2 : 1;
@@ -151,16 +150,6 @@ __device__ __forceinline__ void store_master(const StepJob& job, const Wide<form
   mark<2, n>(job, before.param, upper, i, count);
 }
 
-// Over the lanes of a warp.
-__device__ __forceinline__ uint32_t largest_of_warp(uint32_t x) {
-#pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    const uint32_t other = __shfl_xor_sync(kAllLanes, x, distance);
-    x = other > x ? other : x;
-  }
-  return x;
-}
-
 // State number `s` of a run. All lanes of a warp come here together: in 8 bit they share a block and its scale.
 template <int format, bool has_sign, int s, int n>
 __device__ __forceinline__ void store_state(const StepJob& job, const Scalar (&x)[n], const ScalarBits (&random)[n],
@@ -174,7 +163,7 @@ __device__ __forceinline__ void store_state(const StepJob& job, const Scalar (&x
       const uint32_t own = magnitude(bits_of(x[k])).x;
       if (k < count && own > largest) largest = own;
     }
-    const uint32_t exponent = block_exponent(largest_of_warp(largest));
+    const uint32_t exponent = block_exponent(largest_of<kWarp>(largest));
 #pragma unroll
     for (int k = 0; k < n; ++k) {
       put_word<1>(w, k, encode_8bit<has_sign>(x[k], exponent, random_half<s>(random[k])).x);
@@ -249,9 +238,8 @@ void run(const char* name, const StepJob& job, const Where& where) {
 
 }  // namespace
 
-template <>
-void step_in<ZERO_STATE_FORMAT>(const StepJob& job, const Where& where) {
-  constexpr int format = ZERO_STATE_FORMAT;
+template <int format>
+void step_in(const StepJob& job, const Where& where) {
   switch (job.formula) {
     case kLion: return run<Lion, format>("step (Lion)", job, where);
     case kMomentum: return run<Momentum, format>("step (SGD with momentum)", job, where);
@@ -262,6 +250,8 @@ void step_in<ZERO_STATE_FORMAT>(const StepJob& job, const Where& where) {
     default: return run<Adam, format>("step (Adam)", job, where);
   }
 }
+
+template void step_in<ZERO_STATE_FORMAT>(const StepJob& job, const Where& where);
 
 }  // namespace cuda
 }  // namespace zero

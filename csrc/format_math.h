@@ -14,7 +14,7 @@
 // ICLR 2022), here a power of two, and codes that are small floats: 1 sign, 4 exponent and 3 mantissa bits, or 5 and 3
 // where all are >= 0. So encoding is a subtraction and a shift of the fp32 pattern, and is rounded stochastically too.
 //
-// On the wire (zero/kernels/wire.py) records of 64 elements: their codes, integers of 8 bits, and the scale, bf16.
+// On the wire (zero/kernels/wire.py) blocks of 64 elements: a code of 8 bits for each, an integer, and one bf16 scale.
 //
 // Random bits come from a counter, not from a state: key and step give the seed, the element's place in its unit does
 // the rest. So a run repeats, and no cut into shards, threads or instruction sets changes it. The mixers: splitmix64
@@ -32,7 +32,9 @@ namespace zero {
 enum StateFormat : int { kStateF32 = 0, kStateBF16 = 1, kState8Bit = 2 };
 
 inline constexpr int kBlock = 256;  // elements that share a scale, and a word of randomness
-inline constexpr int kWireBlock = 64, kWireRecord = kWireBlock + 2;  // elements and bytes of a record
+inline constexpr int kWireBlock = 64, kWireRecord = kWireBlock + 2;  // elements and bytes of a block on the wire
+// Blocks whose codes stand one after the other, their scales behind them: 528 bytes, so that codes begin at 16 bytes.
+inline constexpr uint32_t kWireGroup = 8;
 
 ZERO_INLINE uint64_t mix64(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -150,8 +152,8 @@ ZERO_INLINE V decode_8bit(typename V::Bits code, float scale) {
   return V::of(bits_of(value) | ((code & Bits::all(0x80u)) << 24));
 }
 
-// A record's scale in the low 16 bits: its largest magnitude over 127. `largest` is a pattern, of which NaN's are the
-// largest of all; such a record, or one with inf, reads as NaN.
+// A block's scale in the low 16 bits: its largest magnitude over 127. `largest` is a pattern, of which NaN's are the
+// largest of all; such a block, or one with inf, reads as NaN.
 template <class V>
 ZERO_INLINE typename V::Bits wire_scale(typename V::Bits largest) {
   const V scale = V::of(largest) / V::all(127.0f);
@@ -176,9 +178,32 @@ ZERO_INLINE V wire_value(typename V::Bits code, uint32_t scale) {
   return (shifted - V::all(8388736.0f)) * V::of(Bits::all(scale << 16));
 }
 
+// What an encoding has left of a value; nothing where that is not finite.
+template <class V>
+ZERO_INLINE V wire_rest(V value, V decoded) {
+  using Bits = typename V::Bits;
+  const Bits rest = bits_of(value - decoded);
+  return V::of(keep_where_positive(Bits::all(0x7F800000u) - magnitude(rest), rest));
+}
+
+// Where block `b` of a message has its codes and its scale, in bytes. Each of the message's equal parts, of `part`
+// blocks, begins a group.
+struct WirePlace {
+  int64_t codes, scale;
+};
+
+ZERO_INLINE WirePlace wire_place(int64_t b, int64_t part) {
+  const uint32_t blocks = static_cast<uint32_t>(part), own = static_cast<uint32_t>(b) % blocks;
+  const uint32_t within = own % kWireGroup, left = blocks - (own - within);
+  const int64_t begins = (b - within) * kWireRecord;
+  return {begins + within * kWireBlock, begins + (left < kWireGroup ? left : kWireGroup) * kWireBlock + within * 2};
+}
+
 // A scale where it lies, at any address.
-ZERO_INLINE uint32_t wire_scale_of(const uint8_t* record) {
-  return record[kWireBlock] | static_cast<uint32_t>(record[kWireBlock + 1]) << 8;
+ZERO_INLINE uint32_t load_wire_scale(const uint8_t* from) { return from[0] | static_cast<uint32_t>(from[1]) << 8; }
+ZERO_INLINE void store_wire_scale(uint32_t scale, uint8_t* to) {
+  to[0] = static_cast<uint8_t>(scale);
+  to[1] = static_cast<uint8_t>(scale >> 8);
 }
 
 }  // namespace zero

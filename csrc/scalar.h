@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#include "format_math.h"
+#include "jobs.h"
 
 #ifndef ZERO_ISA
 #error "compile with -DZERO_ISA=<instruction set> (or cuda)"
@@ -26,6 +26,16 @@ struct BF16 {
 struct F16 {
   uint16_t bits;
 };
+
+// Calls `body` with a number of this dtype.
+template <class Body>
+ZERO_INLINE void with_type(int dtype, const Body& body) {
+  switch (dtype) {
+    case kBF16: return body(BF16{});
+    case kF16: return body(F16{});
+    default: return body(float{});
+  }
+}
 
 ZERO_INLINE uint32_t pattern(float x) {
 #if defined(__CUDA_ARCH__)

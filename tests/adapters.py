@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformer_models import tiny
 
 import zero
 
@@ -17,12 +18,9 @@ TARGETS = ["q_proj", "v_proj"]
 
 def llama(dtype: torch.dtype = torch.bfloat16, tied: bool = False) -> Any:
     """A tiny base with the same weights each time."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "vocab_size": 24}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(dtype)
+    return tiny("LlamaForCausalLM", 0, **sizes, **heads).to(dtype)
 
 
 def lora(**more: Any) -> Any:

@@ -118,9 +118,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is marked `ranks` runs on so many ranks, or on `world` of them, each of which must pass."""
+    """A test that is marked `ranks` runs on so many ranks, or on `world` of them, each of which must pass.
+
+    In a file that is marked so, one that takes the pool runs functions on ranks itself, and `ranks(0)` is none.
+    """
     marker = pyfuncitem.get_closest_marker("ranks")
-    if marker is None:
+    if marker is None or marker.args == (0,) or {"pool", "door"} & set(pyfuncitem.fixturenames):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.function).parameters}
     world = marker.args[0] if marker.args else arguments["world"]

@@ -16,7 +16,7 @@ from zero.kernels.marks import nbytes, pack, unpack
 from zero.kernels.moments import FORMATS, Moment
 from zero.kernels.remainder import split
 from zero.kernels.step import step
-from zero.kernels.wire import encode_reference
+from zero.kernels.wire import encode, encode_reference, record_bytes
 
 CPU = native.load()
 step_reference = functools.partial(step, compiled=False)
@@ -37,6 +37,7 @@ FORMULAS = {
 KINDS = [(name, fmt) for name in FORMULAS for fmt in FORMATS if fmt == "fp32" or FORMULAS[name].signed]
 MASTERS = (None, *DTYPES, "remainder")  # dtype of the parameter copy beside an fp32 master, or none
 SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 31, 61, 65, 4095, 4096, 4097, 33013)  # the last is split over two threads
+MESSAGES = (0, 1), (1, 1), (10, 2), (27, 3), (517, 11)  # blocks and parts, the last split over two threads
 
 
 @pytest.fixture(params=ISAS)
@@ -186,11 +187,26 @@ def check_marks(formula: Formula, wanted: Shard, got: Shard, what: object) -> No
         same(mine.cpu(), its, str(what))
 
 
-def same_message(message: torch.Tensor, values: torch.Tensor) -> None:
+def same_message(message: torch.Tensor, values: torch.Tensor, parts: int = 1) -> None:
     """It is what the reference makes of them; of a scale of NaN any bits will do."""
     wanted = torch.empty(len(message), dtype=torch.uint8)
-    encode_reference(values, wanted)
-    mine, its = (each.view(-1, 66) for each in (message.clone(), wanted))
+    encode_reference(values, wanted, parts)
+    same_bytes(message, wanted, parts)
+
+
+def check_error(values: torch.Tensor, error: torch.Tensor, parts: int) -> None:
+    """One pass over values and error has the bits of plain torch's several ones."""
+    mine, its = error.clone(), error.cpu().clone()
+    message, wanted = encode(values, torch.empty_like(mine), parts, mine), torch.empty_like(its)
+    encode_reference(values.cpu(), wanted, parts, its)
+    same_bytes(message.cpu(), wanted, parts)
+    same_bytes(mine.cpu(), its, parts)
+
+
+def same_bytes(message: torch.Tensor, wanted: torch.Tensor, parts: int = 1) -> None:
+    """Two messages, but for the bits of scales that are NaN."""
+    order = record_bytes(len(wanted), parts, wanted.device)
+    mine, its = message[order], wanted[order]
     same(mine[:, 64:].contiguous().view(torch.bfloat16), its[:, 64:].contiguous().view(torch.bfloat16))
     assert torch.equal(mine[:, :64], its[:, :64])
 

@@ -220,7 +220,7 @@ if __name__ == "__main__":
 
     from zero.__main__ import main
     from zero.launch import start  # noqa: F401
-    from zero.tools.check import script  # noqa: F401
+    from zero.tools import check  # noqa: F401
 
     gc.freeze()  # pages that no launcher writes to need no copy
     _serve(socket.socket(fileno=int(sys.argv[1])))

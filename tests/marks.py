@@ -1,11 +1,18 @@
-"""Which cases of a parametrized test belong to `make test`, and which are `long`."""
+"""Which cases of a parametrized test belong to `make test`, which are `long`, and what a test needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
+
+
+def needs(*libraries: str) -> pytest.MarkDecorator:
+    """Skip the test where one of these libraries is not installed."""
+    missing = [name for name in libraries if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
 def longer(*cases: Any) -> list[Any]:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import config
+from states import state_of
 from torch import nn
 
 import zero
 from zero.core.world import local_device
-from zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 WIDTH, CLASSES, ROWS = 6, 5, 4
 
@@ -55,18 +55,31 @@ def json_of(stage: int, ranks: int, micro_batches: int, precision: str = "fp32",
     return json | {"gradient_clipping": 0.1, **more}
 
 
-def state_of(engine: Any) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, param in engine.module.named_parameters():
-        if param.requires_grad:
-            found[name] = safe_get_full_fp32_param(param)
-            for key in ("exp_avg", "exp_avg_sq"):
-                found[f"{key} of {name}"] = safe_get_full_optimizer_state(param, key)
+def stepped(
+    engine: Any, feed: Iterator[Any], count: int, loss_of: Callable[[Any, Any], torch.Tensor] | None = None
+) -> tuple[list[float], list[float]]:
+    """Losses and norms of so many steps: of stages, or by `loss_of(engine, batch)` and a backward for each batch."""
+    losses, norms = [], []
+    for _ in range(count):
+        if loss_of is None:
+            losses.append(float(engine.train_batch(feed)))
+        else:
+            total, number = 0.0, engine.gradient_accumulation_steps()
+            for _ in range(number):
+                loss = loss_of(engine, next(feed))
+                engine.backward(loss)
+                engine.step()
+                total += float(loss.detach())
+            losses.append(float(engine.reduce(total / number)))
+        norms.append(engine.get_global_grad_norm())
+    return losses, norms
+
+
+def ended(engine: Any, losses: list[float], norms: list[float], state: Any = state_of, seen: Any = None) -> Found:
+    """What a training leaves; ends the engine."""
+    found = Found(losses, norms, state(engine), seen)
+    engine.destroy()
     return found
-
-
-def weights_of(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
 
 
 def pipelined(
@@ -81,14 +94,9 @@ def pipelined(
     engine = zero.initialize(model=make(), config=json, loss_fn=loss_fn)[0]
     dtype = next((param.dtype for param in engine.module.parameters()), torch.float32)
     dtype = torch.bfloat16 if "bf16" in json else dtype
-    stream = batches(engine.get_data_parallel_rank(), data, dtype)
-    seen, losses, norms = watch(engine), [], []
-    for _ in range(steps):
-        losses.append(float(engine.train_batch(stream)))
-        norms.append(engine.get_global_grad_norm())
-    found = Found(losses, norms, state(engine), seen() if callable(seen) else seen)
-    engine.destroy()
-    return found
+    seen, stream = watch(engine), batches(engine.get_data_parallel_rank(), data, dtype)
+    numbers = stepped(engine, stream, steps)
+    return ended(engine, *numbers, state, seen() if callable(seen) else seen)
 
 
 def accumulated(
@@ -102,20 +110,12 @@ def accumulated(
     """The same by engine(x), engine.backward(loss) and engine.step()."""
     engine = zero.initialize(model=make(), config={key: value for key, value in json.items() if key != "pipeline"})[0]
     stream = batches(dist.get_rank(), data, torch.bfloat16 if "bf16" in json else torch.float32)
-    losses, norms = [], []
-    for _ in range(steps):
-        total = 0.0
-        for _ in range(json["gradient_accumulation_steps"]):
-            x, y = next(stream)
-            loss = loss_fn(engine(x.to(local_device())), y.to(local_device()))
-            engine.backward(loss)
-            engine.step()
-            total += float(loss.detach())
-        losses.append(float(engine.reduce(total / json["gradient_accumulation_steps"])))
-        norms.append(engine.get_global_grad_norm())
-    found = Found(losses, norms, state(engine))
-    engine.destroy()
-    return found
+
+    def loss_of(engine: Any, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return loss_fn(engine(x.to(local_device())), y.to(local_device()))
+
+    return ended(engine, *stepped(engine, stream, steps, loss_of), state)
 
 
 def compare(found: list[Found], wanted: Found) -> None:

@@ -2,61 +2,45 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+from marks import needs
 from models import config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformer_models import GPT2, NO_DROPOUT, tiny
 
 import zero
 from zero.utils import safe_get_full_grad
 
 ROWS, LENGTH, VOCABULARY = 2, 30, 64
 DOCUMENTS = (13, 2, 15)
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (it needs Python 3.11)"
-)
+needs_transformers = needs("transformers")
 
 
-def build(kind: str, **more: Any) -> Any:
-    """Two layers of width 32, seeded and without dropout."""
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-    import transformers as hf
-
-    torch.manual_seed(5)
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "use_cache": False}
-    if kind == "gpt2":
-        own = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY, "use_cache": False}
-        return hf.GPT2LMHeadModel(hf.GPT2Config(**own, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **more))
-    if kind == "bert":
-        own = {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}
-        return hf.BertForMaskedLM(hf.BertConfig(**sizes | own | more))
-    if kind == "qwen":
-        own = {"num_key_value_heads": 1, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}
-        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes | own | more))
-    if kind in OTHERS:
-        name, own = OTHERS[kind]
-        config_class = getattr(hf, name.replace("ForMaskedLM", "Config").replace("ForCausalLM", "Config"))
-        return getattr(hf, name)(config_class(**sizes | own | more))
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes | {"num_key_value_heads": 2} | more))
-
-
-NONE = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout", "residual_dropout")
+NONE = ("dropout", "attention_dropout", "residual_dropout")
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+SIZES |= {"max_position_embeddings": 64}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"num_key_value_heads": 2}),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "bert": ("BertForMaskedLM", NO_DROPOUT),
+    "qwen": (
+        "Qwen2ForCausalLM",
+        {"num_key_value_heads": 1, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # which count positions or turn them in ways of their own
-    "roberta": ("RobertaForMaskedLM", dict.fromkeys(NONE[:2], 0.0)),
-    "opt": ("OPTForCausalLM", {"word_embed_proj_dim": 32, "ffn_dim": 48, **dict.fromkeys(NONE[2:4], 0.0)}),
+    "roberta": ("RobertaForMaskedLM", NO_DROPOUT),
+    "opt": ("OPTForCausalLM", {"word_embed_proj_dim": 32, "ffn_dim": 48, **dict.fromkeys(NONE[:2], 0.0)}),
     "latent": (
         "DeepseekV2ForCausalLM",
         {**LATENT, "head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 2},
     ),
-    "seed": ("SeedOssForCausalLM", {"head_dim": 8, "num_key_value_heads": 2, **dict.fromkeys(NONE[3:], 0.0)}),
+    "seed": ("SeedOssForCausalLM", {"head_dim": 8, "num_key_value_heads": 2, **dict.fromkeys(NONE[1:], 0.0)}),
     "both ways": ("LlamaForCausalLM", {"is_causal": False}),
     "dynamic": (
         "LlamaForCausalLM",
@@ -77,6 +61,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # which count positions or tu
         },
     ),
 }
+
+
+def build(kind: str, **more: Any) -> Any:
+    """Two layers of width 32, seeded and without dropout."""
+    name, own = (KINDS | OTHERS)[kind]
+    sizes = {} if kind == "gpt2" else SIZES
+    return tiny(name, **sizes | {"vocab_size": VOCABULARY, "use_cache": False} | own | more)
 
 
 def inputs(number: int, form: str, kind: str = "llama") -> dict[str, torch.Tensor]:

@@ -94,11 +94,14 @@ class _OnHost:
         there = ctypes.c_double.from_address(out)
         there.value = (there.value if accumulate else 0.0) + self._host.sum_squares(x, dtype, numel, 1)
 
-    def sum_rows(self, first, stride, rows, dtype, out, numel, accumulate, device, stream) -> None:
-        self._host.sum_rows([first + row * stride for row in range(rows)], dtype, out, numel, accumulate, 1)
+    def sum_rows(self, first, stride, rows, *arguments) -> None:
+        self._host.sum_rows([first + row * stride for row in range(rows)], *arguments[:-2], 1)
 
-    def encode(self, values, message, numel, device, stream) -> None:
-        self._host.encode(values, message, numel, 1)
+    def encode(self, *arguments) -> None:
+        self._host.encode(*arguments[:-2], 1)
+
+    def pack(self, *arguments) -> None:
+        self._host.pack(*arguments[:-2], 1)
 
 
 class StandIn:

@@ -43,11 +43,11 @@ _HOMES = {
     "TiledLinear": "zero.tiled.linear",
     "tile_loss": "zero.tiled.loss",
     "tile_mlp": "zero.tiled.mlp",
-    "groups": "zero.compat.mpu",
-    "LayerSpec": "zero.compat.pipe",
-    "PipelineModule": "zero.compat.pipe",
-    "tp_model_init": "zero.compat.tensor_parallel",
-    "TiedLayerSpec": "zero.compat.pipe",
+    "groups": "zero.parallel.grid_groups",
+    "LayerSpec": "zero.engine.pipeline_module",
+    "PipelineModule": "zero.engine.pipeline_module",
+    "tp_model_init": "zero.parallel.tensor.told_sizes",
+    "TiedLayerSpec": "zero.engine.pipeline_module",
     "ConfigError": "zero.config",
 }
 _MODULES = ("checkpointing", "config", "core", "data", "engine", "kernels", "launch", "log", "optim", "plan", "utils")
@@ -56,9 +56,6 @@ __all__ = ["__version__", *_HOMES, *_MODULES]
 
 if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero import checkpointing, config, core, data, engine, kernels, launch, log, optim, plan, utils
-    from zero.compat.mpu import groups
-    from zero.compat.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-    from zero.compat.tensor_parallel import tp_model_init
     from zero.config import ConfigError
     from zero.core.access import GatheredParameters, register_external_parameter, unregister_external_parameter
     from zero.core.hooks import register_forward_method
@@ -70,9 +67,12 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.engine.init import Init
     from zero.engine.initialize import initialize
     from zero.engine.joining import init_distributed
+    from zero.engine.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
     from zero.kernels.marks import WeightUpdate
     from zero.optim.fused import FusedOptimizer
     from zero.parallel.attention import attention, shared_attention
+    from zero.parallel.grid_groups import groups
+    from zero.parallel.tensor.told_sizes import tp_model_init
     from zero.plan.cut import Box, Cut
     from zero.plan.grid import UnitAxes
     from zero.sizes.estimate import estimate
@@ -87,7 +87,7 @@ else:  # to a type checker every name would be there
             return getattr(importlib.import_module(_HOMES[name]), name)
         if name in _MODULES:
             return importlib.import_module(f"zero.{name}")
-        from zero.compat.names import instead
+        from zero.deepspeed_names import instead
 
         raise AttributeError(f"module 'zero' has no attribute '{name}'{instead(f'deepspeed.{name}')}")
 

@@ -24,13 +24,13 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         parser.exit()
     first = words[0]
     if not first.startswith("-") and first not in commands.choices:
-        from zero.config.errors import did_you_mean
+        from zero.config.instead import did_you_mean
 
         run = f"; did you mean 'zero run {first}'?" if os.path.exists(first) else did_you_mean(first, commands.choices)
         parser.error(f"there is no command {first!r}{run} There are: {', '.join(commands.choices)}")
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        from zero.config.errors import did_you_mean
+        from zero.config.instead import did_you_mean
 
         command = commands.choices[args.command]
         flag = unknown[0].partition("=")[0]
@@ -162,9 +162,9 @@ def _check(args: argparse.Namespace) -> int:
         request = script_args.check_request(args)
         request.check()
         _check_config(request.config)
-        from zero.tools.check import script
+        from zero.tools import check
 
-        return script.run(request)
+        return check.run(request)
     except ValueError as error:
         return _refuse("check", error)
 

@@ -276,7 +276,8 @@ int64_t test_sum_rows(int64_t rows, int64_t numel, int dtype, bool accumulate, c
     Array out(numbers(numel, zero::kF32, same_numbers, Kind::kSigned), way.lead_of(5));
     // The sum may be written over one of its rows.
     const bool in_place = dtype == zero::kF32 && rows > 2;
-    zero::SumRowsJob job{pointers.data(), rows, dtype, in_place ? arrays[1].as<float>() : out.as<float>(), accumulate};
+    zero::SumRowsJob job{pointers.data(), rows, dtype, in_place ? arrays[1].as<float>() : out.as<float>(),
+                         accumulate, 0};
     zero::set_isa(way.isa.c_str());
     zero::sum_rows(job, numel, way.threads);
     return in_place ? std::move(arrays[1]) : std::move(out);
@@ -306,38 +307,41 @@ int64_t test_sums_of_rows(const std::vector<Way>& all, Random& random) {
 
 // Rows in 8 bits.
 
-// The messages of some ranks, and their sum.
-std::pair<std::vector<Array>, Array> records(int64_t rows, int64_t numel, int dtype, bool accumulate, const Way& way,
-                                             Random random) {
-  std::vector<Array> messages;
+// The messages of some ranks, the error that the first of them leaves of its values, and their sum; in parts of `part`
+// blocks.
+std::pair<std::vector<Array>, Array> messages(int64_t rows, int64_t numel, int64_t part, int dtype, bool accumulate,
+                                              const Way& way, Random random) {
+  std::vector<Array> made;
   std::vector<const void*> pointers;
   zero::set_isa(way.isa.c_str());
-  for (int64_t r = 0; r < rows; ++r) {
-    const Array values(numbers(numel, zero::kF32, random, r == 1 ? Kind::kHostile : Kind::kSigned), way.lead_of(5));
-    messages.emplace_back(numel / zero::kWireBlock * zero::kWireRecord, 1, way.lead_of(static_cast<int>(r)));
-    zero::encode(values.as<float>(), messages.back().data(), numel, way.threads);
-    pointers.push_back(messages.back().data());
+  for (int64_t r = 0; r <= rows; ++r) {
+    const Array values(numbers(numel, dtype, random, r == 1 ? Kind::kHostile : Kind::kSigned), way.lead_of(5));
+    made.emplace_back(numel / zero::kWireBlock * zero::kWireRecord, 1, way.lead_of(static_cast<int>(r)));
+    zero::EncodeJob job{values.data(), dtype, made.back().data(), r == rows ? made.front().data() : nullptr, part};
+    zero::encode(job, numel, way.threads);
+    if (r > 0) pointers.push_back(made.back().data());
   }
   Array out(numbers(numel, dtype, random, Kind::kSigned), way.lead_of(6));
-  zero::sum_rows({pointers.data(), rows, zero::kRecordsTo + dtype, out.data(), accumulate}, numel, way.threads);
-  return {std::move(messages), std::move(out)};
+  zero::sum_rows({pointers.data(), rows, dtype, out.data(), accumulate, part}, numel, way.threads);
+  return {std::move(made), std::move(out)};
 }
 
-int64_t test_records(const std::vector<Way>& all, Random& random) {
+int64_t test_messages(const std::vector<Way>& all, Random& random) {
   int64_t count = 0;
   for (const int dtype : kDTypes) {
     for (const int64_t rows : {1, 2, 5}) {
       for (const int64_t numel : {0, 64, 128, 192, 1024, 33024}) {
         const bool accumulate = random.below(2) == 0;
-        const auto wanted = records(rows, numel, dtype, accumulate, all.front(), random);
+        const int64_t blocks = numel / zero::kWireBlock, part = blocks % 4 == 0 ? blocks / 4 : blocks;
+        const auto wanted = messages(rows, numel, part, dtype, accumulate, all.front(), random);
         for (const Way& way : all) {
           const std::string text = std::to_string(rows) + " x " + std::to_string(numel) + ", " + way.text() + ": ";
-          const auto got = records(rows, numel, dtype, accumulate, way, random);
+          const auto got = messages(rows, numel, part, dtype, accumulate, way, random);
           for (size_t r = 0; r < got.first.size(); ++r) {
             same("encode: " + text + "message " + std::to_string(r), got.first[r], wanted.first[r], Holds::kBits);
           }
-          same("sum of records: " + text + kDTypeNames[dtype], got.second, wanted.second, holds_of(dtype));
-          count += 1 + rows;
+          same("sum of messages: " + text + kDTypeNames[dtype], got.second, wanted.second, holds_of(dtype));
+          count += 2 + rows;
         }
       }
     }
@@ -389,7 +393,7 @@ int run() {
     count += test_sum_squares(all, random);
     count += test_buckets(all, random);
     count += test_sums_of_rows(all, random);
-    count += test_records(all, random);
+    count += test_messages(all, random);
     count += test_steps(all, random);
     count += test_crc32(all, random);
   } catch (const Failure& failure) {

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from zero.config import Config, ConfigError, load
 from zero.config.batch import Batch, resolve
-from zero.config.file import File, names, sections
+from zero.config.file import File, sections
+from zero.config.instead import names
 from zero.config.optimizers import ARGUMENTS, States, torch_reason
 from zero.config.schema import descriptions
 

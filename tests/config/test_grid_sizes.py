@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 
 import zero
 from zero.__main__ import main
-from zero.compat.mpu import GridGroups
 from zero.config import ConfigError, load
 from zero.config.grid_sizes import Told
+from zero.parallel.grid_groups import GridGroups
 from zero.plan.grid import AXES, Grid
 
 TP = {"tensor_parallel": {"autotp_size": 2}}

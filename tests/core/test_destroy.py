@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import zero
-from zero.compat.getters import DeepSpeedGetters
 from zero.engine import Engine
+from zero.engine.getters import DeepSpeedGetters
 
 
 @only_new()

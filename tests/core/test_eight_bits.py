@@ -245,7 +245,7 @@ def test_stages_agree_bitwise(pool: Any, world: int, optimizer: str) -> None:
 def test_what_is_rounded_away_comes_with_the_next() -> None:
     """The mean of what is sent of one gradient, again and again, comes to it; without feedback it does not."""
     torch.manual_seed(0)
-    gradient, feedback = torch.randn(4096), ErrorFeedback(4096, torch.device("cpu"))
+    gradient, feedback = torch.randn(4096), ErrorFeedback(4096, 1, torch.device("cpu"))
     total = torch.zeros(4096)
     for _ in range(50):
         total += decode(feedback.encode(gradient), torch.empty(4096))
@@ -290,7 +290,7 @@ def test_a_forward_that_writes_leaves_the_rest_exact() -> None:
 
 def test_what_is_not_finite_is_seen_and_leaves_no_error() -> None:
     for bad in (float("inf"), float("-inf"), float("nan")):
-        gradient, feedback = torch.ones(128), ErrorFeedback(128, torch.device("cpu"))
+        gradient, feedback = torch.ones(128), ErrorFeedback(128, 1, torch.device("cpu"))
         gradient[70] = bad
         sent = decode(feedback.encode(gradient), torch.empty(128))
         assert sent[:64].isfinite().all() and not sent[64:].isfinite().any()

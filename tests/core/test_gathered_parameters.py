@@ -19,6 +19,7 @@ import zero
 from zero.core.owner import is_released
 from zero.utils import safe_get_full_fp32_param
 
+pytestmark = pytest.mark.ranks(2)
 ONE, TWO, THREE = "blocks.1.up.weight", "embed.weight", "head.bias"
 MASTERS = ("", "fp32", "remainder")  # "": computes in fp32
 OPEN = zero.GatheredParameters
@@ -44,7 +45,6 @@ def goes_on(engine: Any) -> None:
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_what_was_not_written_keeps_its_exact_master(stage):
     """Rank 1 opens three parameters, writes one, and one element of another past the version counter."""
@@ -64,7 +64,6 @@ def test_what_was_not_written_keeps_its_exact_master(stage):
         engine.destroy()
 
 
-@pytest.mark.ranks(2)
 def test_what_may_be_given():
     engine = start()
     net, extra = engine.module, nn.Parameter(torch.ones(2))
@@ -79,7 +78,6 @@ def test_what_may_be_given():
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 def test_nested_blocks_lose_no_write():
     engine = start()
     param, other = engine.module.get_parameter(ONE), engine.module.get_parameter(TWO)
@@ -113,7 +111,6 @@ def test_nested_blocks_lose_no_write():
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_exception_on_one_rank_leaves_nobody_waiting(stage):
     """One rank raises inside of a block that writes; all leave, and the engine goes on."""
@@ -142,7 +139,6 @@ REPLACEMENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_data_may_be_replaced_by_its_like_only(stage):
     engine, rank = start(stage), dist.get_rank()
@@ -169,7 +165,6 @@ def test_data_may_be_replaced_by_its_like_only(stage):
     goes_on(engine)
 
 
-@pytest.mark.ranks(2)
 def test_what_a_graph_reads_is_kept_until_it_changes():
     """A graph that reads weights finds them until they change; where there is none, nothing is kept."""
     engine, found = start(master=""), {}
@@ -200,7 +195,6 @@ def test_what_a_graph_reads_is_kept_until_it_changes():
     assert list(found.values()) == [True] * 4, found
 
 
-@pytest.mark.ranks(2)
 def test_what_is_refused_before_anybody_waits():
     engine = start()
     params = list(engine.module.parameters())
@@ -231,7 +225,6 @@ def tried_inside(alone: bool, said: list[str], engine: Any, number: int, args: A
 WHOLE = {"stage3_param_persistence_threshold": 10**6}
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("section", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "host"])
 @pytest.mark.parametrize("alone", [False, True], ids=["all ranks", "rank 0 alone"])
 def test_a_step_inside_changes_nothing_and_works_outside(alone, section):

@@ -21,6 +21,7 @@ import zero
 from zero.plan.formats import Formats
 from zero.plan.memory import Scheme, StateBytes, alive_nbytes
 
+pytestmark = pytest.mark.ranks(2)
 UNITS = ["<root>", "blocks.0", "blocks.1"]  # the root's unit: embedding, norm and head
 COUNTED = {"section": {"stage3_prefetch_bucket_size": 1}, "comms_logger": {"enabled": True}}
 
@@ -34,7 +35,6 @@ def messages(engine: Any, number: int = 0) -> dict[str, int]:
     return {name: each.count for name, each in engine.log_comms_summary().items()}
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_with_accumulation_gradients_that_are_cut_are_reduced_at_each_micro_batch(stage):
     """And parameters that are cut are gathered for each forward and backward, but for the unit between the two."""
@@ -53,7 +53,6 @@ def all_cut(engine: Any) -> bool:
     return set(states(engine).values()) == {"sharded"}
 
 
-@pytest.mark.ranks(2)
 def test_evaluation_gathers_each_unit_once_and_leaves_nothing():
     """Three forwards without gradients after two training steps; the step after them is one like the others."""
     engine, *_ = zero.initialize(model=small(), config=settings(3, 2, **COUNTED))
@@ -83,7 +82,6 @@ def test_evaluation_gathers_each_unit_once_and_leaves_nothing():
     ]
 
 
-@pytest.mark.ranks(2)
 def test_frozen_units_are_released_when_backward_has_passed_them():
     """Each goes as soon as its block's input has its gradient; not at the end with all the others."""
     net, seen = small(), {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from marks import longer
+from marks import longer, needs
 from packed import WIDTH, Block, Net
 from ranks import Pool
 from scenario import Model, run, settings
 from torch import nn
 
 import zero
-from zero.compat.bitsandbytes import quant_tensors
+from zero.core.quantized_params import quant_tensors
 
-installed = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: pip install bitsandbytes"
-)
+pytestmark = pytest.mark.ranks(2)
+installed = needs("bitsandbytes")
 TREE = {"reduce": "tree"}
 
 
@@ -139,7 +137,6 @@ def test_with_other_settings_the_packed_weights_stay(pool: Pool, form: str, real
 # --- where the bytes are ------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 @every_kind
 def test_bytes_are_those_of_the_format(form: str, real: bool) -> None:
     model = Net(form, real).to("cpu")
@@ -223,7 +220,6 @@ def test_what_is_saved_is_whole_and_loads_at_another_world_size(
 # --- as bitsandbytes made them ------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 @every_kind
 def test_class_and_attributes_stay(form: str, real: bool) -> None:
     model = Net(form, real).to("cpu")
@@ -259,7 +255,6 @@ def test_class_and_attributes_stay(form: str, real: bool) -> None:
     assert torch.isfinite(model(*inputs(0, 0)))
 
 
-@pytest.mark.ranks(2)
 @every_kind
 def test_it_is_quantised_where_it_is_built(form: str, real: bool) -> None:
     """Each block where the code calls its `to`, the last one by the end of `zero.Init`."""

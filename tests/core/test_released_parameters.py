@@ -20,6 +20,7 @@ from torch import nn
 
 import zero
 
+pytestmark = pytest.mark.ranks(2)
 NAME = "blocks.1.up.weight"
 MESSAGE = (
     f"parameter '{NAME}' is released; read it inside zero.GatheredParameters(...), or in a method given to "
@@ -94,7 +95,6 @@ def made(built: bool, **more: Any) -> tuple[nn.Module, Callable[[], None]]:
     return engine.module, engine.destroy
 
 
-@pytest.mark.ranks(2)
 def test_whoever_reads_a_parameter_is_told_its_name():
     module, end = made(False)
     for name, read in (READERS | OF_PARAMETERS).items():
@@ -102,7 +102,6 @@ def test_whoever_reads_a_parameter_is_told_its_name():
     end()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("built", [False, True])
 def test_whoever_reads_an_entry_of_a_state_dict_is_told_its_name(built: bool) -> None:
     module, end = made(built)
@@ -133,7 +132,6 @@ def answers(each: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("built", "dtype"), [(False, "bfloat16"), (True, "float32"), *longer((False, "float32"))])
 def test_what_both_are_asked_they_answer_as_the_plain_tensor(built: bool, dtype: str) -> None:
     module, end = made(built, **({} if dtype == "float32" else {"bf16": {"enabled": True}}))
@@ -152,7 +150,6 @@ def test_what_both_are_asked_they_answer_as_the_plain_tensor(built: bool, dtype:
     end()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("built", [False, True])
 def test_data_that_is_assigned_back_unchanged_changes_nothing(built: bool) -> None:
     """Heads of masked language models pad their bias so; whatever else is assigned is an error."""
@@ -181,7 +178,6 @@ def test_data_that_is_assigned_back_unchanged_changes_nothing(built: bool) -> No
     end()
 
 
-@pytest.mark.ranks(2)
 def test_values_are_there_where_parameters_can_be_read() -> None:
     """Gathered, in a forward, at the end, and at any stage below 3; of two engines each has its own."""
     module, end = made(False)
@@ -216,7 +212,6 @@ def test_values_are_there_where_parameters_can_be_read() -> None:
         engine.destroy()
 
 
-@pytest.mark.ranks(2)
 def test_backward_into_freed_memory_raises_instead_of_crashing():
     """A graph that reaches freed memory without passing an output of any hooked module."""
     module, _ = made(False)

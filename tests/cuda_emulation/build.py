@@ -27,7 +27,7 @@ KERNEL_FLAGS = [
 OBJECTS = [
     *((f"step{code}.o", "cuda_step.cu", [*KERNEL_FLAGS, f"-DZERO_STATE_FORMAT={code}"]) for code in (2, 1, 0)),
     ("bind.o", "bind_cuda.cpp", ["-O0", '-DZERO_CUDA_ARCHS="emulated"']),
-    *((f"{name}.o", f"cuda_{name}.cu", KERNEL_FLAGS) for name in ("norm", "bucket", "dispatch", "host")),
+    *((f"{name}.o", f"cuda_{name}.cu", KERNEL_FLAGS) for name in ("norm", "pack", "rows", "wire", "host")),
 ]
 COMMON_FLAGS = [
     "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror",

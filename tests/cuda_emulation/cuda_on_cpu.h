@@ -262,9 +262,11 @@ inline cudaError_t cudaHostUnregister(void* address) {
   }
   return cudaErrorHostMemoryNotRegistered;
 }
-template <class Kernel>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, std::size_t) {
+inline int questions = 0;
+extern "C" __attribute__((visibility("default"), used)) inline int emulated_questions() { return questions; }
+inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, std::size_t) {
   *blocks = 1;
+  ++questions;
   return cudaSuccess;
 }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformer_models import tiny
 
 import zero
 
@@ -33,11 +34,10 @@ def test_a_row_is_what_the_collator_of_transformers_gives():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_model_computes_each_example_as_if_it_were_alone(attention):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
+    pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=64, attn_implementation=attention, use_cache=False, **sizes)
-    model = transformers.LlamaForCausalLM(config).eval()
+    how = {"vocab_size": 64, "attn_implementation": attention, "use_cache": False}
+    model = tiny("LlamaForCausalLM", 0, **how, **sizes).eval()
     ids = [torch.randint(64, (length,)) for length in (7, 4, 9)]
     (row,) = zero.pack([{"input_ids": each} for each in ids], 20)
     with torch.no_grad():

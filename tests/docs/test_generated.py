@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 import re
 import runpy
 import subprocess
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import needs
 from nodes import environment
 
 import zero
@@ -72,10 +72,7 @@ def inside_of_others(page: str) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("sphinx", "myst_parser", "lightning")),
-    reason="the extra `docs`, or lightning, is not installed",
-)
+@needs("sphinx", "myst_parser", "lightning")
 def test_the_pages_build_without_a_warning_or_a_network(tmp_path: Path) -> None:
     # A connection that is tried would be refused at once.
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 from zero.core.owner import is_released
 
+pytestmark = pytest.mark.ranks(2)
 BLOCKS = 10  # more than dynamo recompiles one function for
 NET = Model(lambda: make_net(blocks=BLOCKS))
 RECOMPUTE = {"modules": ["Block"]}
@@ -53,7 +54,6 @@ def both(json: dict[str, Any], backend: str) -> tuple[Record, Record]:
     return plain, compiled
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "json",
     [
@@ -80,14 +80,12 @@ def called(compiles: bool) -> Record:
     return run(Model(lambda: make_net(blocks=1)), 3, 2, loop=loop)
 
 
-@pytest.mark.ranks(2)
 def test_an_engine_that_the_user_compiles_gives_the_same_bits():
     assert same(called(True), called(False))
 
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
-@pytest.mark.ranks(2)
 def test_inductor_gives_the_numbers_of_plain_blocks():
     plain, compiled = both({"stage": 3, "zero": {"recompute": RECOMPUTE}}, "inductor")
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)

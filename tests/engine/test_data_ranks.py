@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import TensorDataset
 
 import zero
-from zero.compat.mpu import GridGroups
+from zero.parallel.grid_groups import GridGroups
 from zero.plan.grid import Grid
 
+pytestmark = pytest.mark.ranks(4)
 NAMES = ("dp_replicate", "dp_shard")
 
 
@@ -28,7 +29,6 @@ def owners(json: dict[str, Any], **arguments: Any) -> set[int]:
     return found
 
 
-@pytest.mark.ranks(4)
 def test_all_ways_to_say_two_replicas_of_two_shards():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
     mics = config(3, 4)
@@ -44,7 +44,6 @@ def test_all_ways_to_say_two_replicas_of_two_shards():
     assert owners(config(3, 4), device_mesh=init_device_mesh("cpu", (4,))) == {0, 1, 2, 3}
 
 
-@pytest.mark.ranks(4)
 def test_contradictions_are_refused_with_the_numbers():
     """What is said of each of these, on all ranks alike and before anything is sent."""
     hpz = config(3, 4)
@@ -83,7 +82,6 @@ def test_contradictions_are_refused_with_the_numbers():
         assert said_by(lambda: zero.initialize(model=make_net(), config=json, **arguments)).startswith(said)  # noqa: B023
 
 
-@pytest.mark.ranks(4)
 def test_ranks_that_cut_over_different_numbers_are_told():
     rank = dist.get_rank()
     json = config(3, 4, zero={"shard_size": 4 if rank else 2})

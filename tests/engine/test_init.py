@@ -27,6 +27,8 @@ import zero
 from zero.core.owner import is_released, owner_of
 from zero.launch.contract import SETS
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def hooks() -> int:
     return len(hooks_of_torch._global_parameter_registration_hooks) + len(
@@ -85,7 +87,6 @@ def test_weights_are_those_of_plain_construction(world):
             assert whole == (["long"] if name == "frozen" else []), name  # int64 is no dtype of a unit
 
 
-@pytest.mark.ranks(2)
 def test_rank_0s_numbers_are_everyones():
     """Every rank draws its own numbers."""
     for name in BUILDERS:
@@ -113,7 +114,6 @@ def test_a_rank_holds_its_shard_only(pool):
         assert mine <= 1.1 * whole / 4 + 26 * 64
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_configuration_of_the_launcher_counts(stage):
     """A model is cut where `zero run` got stage 3, and the script says none."""
@@ -137,7 +137,6 @@ def mixed() -> nn.Module:
     return half
 
 
-@pytest.mark.ranks(2)
 def test_initialize_takes_over_built_and_mixed_models():
     """Three steps give the bits of a plain start; also where `initialize` stands in the block that builds."""
     for stage in (1, 3):
@@ -153,7 +152,6 @@ def built_net() -> nn.Module:
         return make_net()
 
 
-@pytest.mark.ranks(2)
 def test_the_configuration_and_enabled_say_whether_it_cuts():
     def cut(**ways: Any) -> bool:
         with zero.Init(**ways):
@@ -168,7 +166,6 @@ def test_the_configuration_and_enabled_say_whether_it_cuts():
     assert cut(config={"zero_optimization": {"stage": 3}, "train_batch_size": 4})
 
 
-@pytest.mark.ranks(2)
 def test_a_module_that_is_there_is_cut_where_it_stands_and_blocks_nest():
     plain, whole = make_net(), make_net()
     assert isinstance(zero.Init(module=whole), zero.Init)
@@ -187,6 +184,7 @@ def test_a_module_that_is_there_is_cut_where_it_stands_and_blocks_nest():
     assert [differing(each, plain) for each in (inner, outer, late)] == [""] * 3
 
 
+@pytest.mark.ranks(0)
 @pytest.mark.parametrize(
     ("ways", "said"),
     [
@@ -223,7 +221,6 @@ READERS = {
 }
 
 
-@pytest.mark.ranks(2)
 def test_reading_outside_raises_with_the_full_name():
     with zero.Init():
         model = make_net()
@@ -246,7 +243,6 @@ CASTS = {
 }
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", CASTS)
 def test_a_built_model_is_moved_and_cast_as_a_plain_one(way):
     """Nothing is gathered for it; a part that is plain goes along, and what comes in by `initialize` is the same."""
@@ -264,7 +260,6 @@ def test_a_built_model_is_moved_and_cast_as_a_plain_one(way):
     assert same(*found)
 
 
-@pytest.mark.ranks(2)
 def test_a_gathered_model_is_not_cast():
     model = built_net()
     with zero.GatheredParameters(model.parameters()):
@@ -282,7 +277,6 @@ class Mask(nn.Module):
         self.up = nn.Linear(8, 8)
 
 
-@pytest.mark.ranks(2)
 def test_a_device_context_is_for_the_models_own_tensors():
     with zero.Init(), torch.device("meta"):
         model = nn.Sequential(Mask(), Mask())
@@ -292,7 +286,6 @@ def test_a_device_context_is_for_the_models_own_tensors():
         assert all(each.mask.eq(3).all() for each in model)
 
 
-@pytest.mark.ranks(2)
 def test_an_exception_in_the_block_leaves_nothing_behind():
     """The block raises on all ranks; the next one works."""
     kept: list[nn.Module] = []
@@ -322,7 +315,6 @@ def attach(model: nn.Module) -> nn.Parameter:
     return model.blocks[0].up[1].weight
 
 
-@pytest.mark.ranks(2)
 def test_a_module_attached_later_runs_and_stays_as_it_is():
     engine, *_ = zero.initialize(model=built_net(), config=config(3, 2))
     added = attach(engine.module)
@@ -367,7 +359,6 @@ def test_it_joins_the_process_group_and_leaves_other_threads_alone(pool):
     assert pool.run(2, joined, store.port) == [(2, True)] * 2
 
 
-@pytest.mark.ranks(2)
 def test_a_copy_is_cut_in_the_same_way():
     """Nothing is sent for it, what is tied stays tied, and its values are its own."""
     with zero.Init():
@@ -393,7 +384,6 @@ def change(model: nn.Module) -> nn.Module:
     return model.requires_grad_(False)
 
 
-@pytest.mark.ranks(2)
 def test_a_later_block_changes_a_model_as_plain_torch_does():
     wanted = make_net()
     torch.manual_seed(3)
@@ -411,7 +401,6 @@ def test_a_later_block_changes_a_model_as_plain_torch_does():
         assert (found[name].dtype == torch.bfloat16) == (name in read), name
 
 
-@pytest.mark.ranks(2)
 def test_parameters_that_are_put_in_place_of_empty_ones_are_cut():
     """As Diffusers loads by default: Accelerate makes each parameter anew, on meta, from its attributes."""
     accelerate = pytest.importorskip("accelerate")

@@ -7,7 +7,6 @@ told at once.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import zipfile
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from marks import each_once, longer
+from marks import each_once, longer, needs
 from models import WIDE, config, make_net, step
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
@@ -290,7 +289,7 @@ def test_engines(pool: Any, tmp_path: Path, world: int) -> None:
         assert not wrong
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@needs("transformers")
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_model_that_transformers_has_saved(tmp_path: Path, kind: str) -> None:
     from test_transformers import build

@@ -78,7 +78,7 @@ def test_the_loss_is_that_of_the_global_batch_and_rank_0_alone_speaks():
 @pytest.mark.ranks(2)
 def test_tokens_of_all_ranks_are_counted_instead_of_samples(monkeypatch):
     clock = iter(range(10**6))
-    monkeypatch.setattr("zero.engine.progress.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("zero.engine.recorder.time.perf_counter", lambda: float(next(clock)))
     rates = {}
     for name, count in {"number": 1000, "tensor": torch.tensor(1000)}.items():
         engine, *_ = zero.initialize(model=make_net(), config=config(1, 2, steps_per_print=1))
@@ -127,7 +127,7 @@ def test_an_engine_that_is_dropped_says_its_last_line_too():
         engine, *_ = zero.initialize(model=make_net(), config=config(0, 1, steps_per_print=1000))
         engine.backward(engine(*batch(0, 2)))
         engine.step()
-        assert engine._progress._end.atexit, "and so one that is there when the program ends"
+        assert engine._recorder._printer._end.atexit, "and so one that is there when the program ends"
         del engine
         gc.collect()
 

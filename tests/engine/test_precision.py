@@ -24,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from zero.kernels.remainder import round_bf16
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def gradient_bytes(engine: Any, number: int) -> int:
     return engine.state_nbytes().gradients
@@ -81,7 +83,6 @@ def test_as_near_to_the_truth_as_plain_torch(pool, world, mode):
 # --- however backward is called -------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "mode"), each_once([3, 1], ["fp16", "autocast fp16"]))
 def test_a_backward_that_nobody_scaled_gives_the_right_gradient(stage, mode):
     calls = {
@@ -106,6 +107,7 @@ def test_a_backward_that_nobody_scaled_gives_the_right_gradient(stage, mode):
         assert record.norms == pytest.approx(found[0].norms, rel=2**-8)
 
 
+@pytest.mark.ranks(0)
 def test_an_unscaled_backward_warns_once(caplog):
     engine = zero.initialize(model=make_net(), config=config(0, 1, fp16=SMALL_SCALE))[0]
     for step in range(3):
@@ -116,7 +118,6 @@ def test_an_unscaled_backward_warns_once(caplog):
     assert "loss scale 1024" in said[0]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_each_of_two_engines_in_one_graph_keeps_its_own_scale(stage):
     """The second's moves. Each trains as it does alone."""
@@ -174,7 +175,6 @@ def own_gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_what_travels_is_rounded_and_sums_are_not(dtype):
     """Each stage gives the bits of: round each rank's gradient to `dtype`, add in fp32, halve, subtract."""
@@ -241,7 +241,6 @@ def test_gradients_add_up_in_fp32_under_a_boundary_set_by_hand():
 # --- what the sum is divided by, and what is divided before it travels ----------------------------------------
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
 def test_dividing_before_and_summing_change_nothing_but_rounding(stage):
     free = one_step(stage)

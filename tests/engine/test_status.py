@@ -16,9 +16,9 @@ from config_marks import idle, unavailable
 from models import config, make_net
 
 import zero
-from zero.compat.getters import DeepSpeedGetters
 from zero.config import ConfigError, load
 from zero.config.file import sections
+from zero.engine.getters import DeepSpeedGetters
 
 TEXT = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
 KEYS = "Keys of the JSON"

@@ -7,66 +7,46 @@ object that they return, and they generate text between steps while their parame
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from marks import longer
+from marks import longer, needs
 from models import config
 from oracle import Training, backward, near
 from scenario import Model, Record, differences, scenario
+from transformer_models import GPT2, tiny
 
 import zero
 from zero import log
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (it needs Python 3.11)"
-)
+pytestmark = needs("transformers")
 
 STEPS = 6
 VOCABULARY = 64
 KINDS = (pytest.param("gpt2", marks=pytest.mark.long), "llama", "mixtral")
 
 
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 32}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", {**GPT2, "n_positions": 32}),
+    "llama": ("LlamaForCausalLM", SIZES),
+    "bloom": ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0}),
+    "mixtral": ("MixtralForCausalLM", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
 def build(kind: str, checkpointing: bool = False) -> Any:
     """Two layers of width 32, seeded: tied embeddings, grouped queries, four experts."""
-    model = _build(kind)
+    name, own = MODELS[kind]
+    model = tiny(name, vocab_size=VOCABULARY, **own, **TOKENS)
     if checkpointing:
         model.gradient_checkpointing_enable()
     return model
-
-
-def _build(kind: str) -> Any:
-    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
-    import transformers as hf
-
-    torch.manual_seed(5)
-    if kind == "gpt2":
-        sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
-        return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **TOKENS, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
-    sizes = {
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "vocab_size": VOCABULARY,
-    }
-    if kind == "llama":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **TOKENS))
-    if kind == "bloom":
-        sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "hidden_dropout": 0}
-        return hf.BloomForCausalLM(hf.BloomConfig(**sizes, **TOKENS))
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **experts, **TOKENS))
-
-
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def batch(step: int, rank: int) -> torch.Tensor:

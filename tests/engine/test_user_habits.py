@@ -26,6 +26,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 import zero
 
+pytestmark = pytest.mark.ranks(2)
+
 
 class Layers(nn.Module):
     """Three layers of one kind; where a layer returns a tuple, its first part goes on."""
@@ -140,7 +142,6 @@ def whole(engine: Any) -> Any:
     return zero.GatheredParameters(list(engine.module.parameters()))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_made_of_torch_machinery_give_the_same_bits_on_every_stage(name):
     evaluated = []
@@ -163,7 +164,6 @@ def test_models_made_of_torch_machinery_give_the_same_bits_on_every_stage(name):
         assert torch.equal(cut.seen[0][key], value), key
 
 
-@pytest.mark.ranks(2)
 def test_habits_of_a_training_loop_change_nothing():
     def loop(engine: Any, number: int, given: Any) -> torch.Tensor:
         engine.to(engine.device).float()
@@ -204,7 +204,6 @@ def copies(stage: int) -> list[float]:
     return [*losses, step(engine, 2)]
 
 
-@pytest.mark.ranks(2)
 def test_a_copy_lives_on_its_own():
     found = [copies(stage) for stage in (0, 1, 3)]
     assert found[0] == found[1] == found[2]
@@ -257,7 +256,6 @@ def grabbed(stage: int, by_hooks: bool) -> tuple[list[float], list[str]]:
     return [*losses, step(engine, 0)], [name for name, (got, wanted) in held.items() if read(got) != wanted]
 
 
-@pytest.mark.ranks(2)
 def test_memory_that_somebody_was_given_stays_his():
     found = [[grabbed(stage, by_hooks) for stage in (0, 3)] for by_hooks in (False, True)]
     for (plain, _), (cut, lost) in found:
@@ -348,7 +346,6 @@ def between_backward_and_step(stage: int) -> dict[str, str]:
     return said
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_cannot_be_right_is_refused_by_name(stage):
     said = conversions(stage) | added(stage) | between_backward_and_step(stage)
@@ -356,7 +353,6 @@ def test_what_cannot_be_right_is_refused_by_name(stage):
     assert said.keys() == REFUSED.keys()
 
 
-@pytest.mark.ranks(2)
 def test_a_tensor_put_into_param_data_counts_as_an_edit():
     found = []
     for stage, by_data in itertools.product((0, 1, 3), (False, True)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from marks import longer
+from marks import longer, needs
 from models import TiedNet, config, step
 from ranks import listening, said_by
 from safetensors import safe_open
@@ -21,6 +20,8 @@ from torch import nn
 
 import zero
 from zero.utils import safe_get_full_fp32_param
+
+pytestmark = pytest.mark.ranks(2)
 
 
 def start(stage: int, dtype: str = "bf16", seed: int = 7) -> Any:
@@ -44,7 +45,6 @@ def raises(call: Callable[[], object], part: str) -> None:
     assert part in str(caught.value)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
 def test_what_is_written_is_the_model(stage, tmp_path):
     """Stage 3 has no `stage3_gather_16bit_weights_on_model_save`, and says so once."""
@@ -82,7 +82,6 @@ def test_what_is_written_is_the_model(stage, tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
 def test_what_is_loaded_is_exact(stage, dtype):
@@ -105,7 +104,6 @@ def test_what_is_loaded_is_exact(stage, dtype):
     assert equal({**now(other), "scale": source["scale"]}, mine)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_does_not_fit_is_refused_on_all_ranks(stage):
     engine, second = start(stage), dist.get_rank() == 1
@@ -129,7 +127,6 @@ def test_what_does_not_fit_is_refused_on_all_ranks(stage):
     assert equal(now(engine), before)
 
 
-@pytest.mark.ranks(2)
 def test_what_cannot_be_written_is_said(tmp_path):
     engine, second = start(2), dist.get_rank() == 1
     (tmp_path / "file").touch()
@@ -138,7 +135,6 @@ def test_what_cannot_be_written_is_said(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_layout_of_hugging_face(stage, tmp_path):
     engine = start(stage)
@@ -158,7 +154,6 @@ def test_the_layout_of_hugging_face(stage, tmp_path):
         raises(lambda name=name, size=size: engine.save_16bit_model(tmp_path, name, max_shard_size=size), "shard_size")
 
 
-@pytest.mark.ranks(2)
 def test_a_failure_between_two_files_leaves_no_rank_behind(tmp_path):
     """Rank 0 cannot write the second file; the others have gathered everything with it, and the engine goes on."""
     engine, second = start(3), tmp_path / "model-00002-of-00002.safetensors"
@@ -176,10 +171,6 @@ def test_a_failure_between_two_files_leaves_no_rank_behind(tmp_path):
 # --- save_pretrained --------------------------------------------------------------------------------------------
 
 
-def needs(library: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(library) is None, reason=f"{library} is not installed")
-
-
 def trained(model: nn.Module, **batch: Any) -> tuple[zero.Engine, dict[str, torch.Tensor]]:
     engine, *_ = zero.initialize(model=model, config=config(3, 2))
     engine.backward(engine(**batch).loss if batch else engine(torch.ones(2, 4)).sum())
@@ -187,7 +178,6 @@ def trained(model: nn.Module, **batch: Any) -> tuple[zero.Engine, dict[str, torc
     return engine, now(engine)
 
 
-@pytest.mark.ranks(2)
 def test_save_pretrained_of_a_plain_module_writes_that_layout(tmp_path):
     engine, weights = trained(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
     engine.save_pretrained(tmp_path / "one")
@@ -212,7 +202,6 @@ class Own(nn.Sequential):
         torch.save((state_dict, max_shard_size), folder / "own.bin")
 
 
-@pytest.mark.ranks(2)
 def test_a_model_that_writes_itself_gets_weights_that_take_no_memory(tmp_path: Path) -> None:
     model = Own(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
@@ -225,7 +214,6 @@ def test_a_model_that_writes_itself_gets_weights_that_take_no_memory(tmp_path: P
 
 
 @needs("transformers")
-@pytest.mark.ranks(2)
 def test_of_a_model_of_transformers_it_is_read_by_from_pretrained(tmp_path: Path) -> None:
     import transformers as hf
     from test_transformers import batch, build
@@ -243,7 +231,6 @@ def test_of_a_model_of_transformers_it_is_read_by_from_pretrained(tmp_path: Path
 
 
 @needs("peft")
-@pytest.mark.ranks(2)
 def test_of_a_model_with_adapters_it_is_the_adapters_alone(tmp_path: Path) -> None:
     import peft
     from test_transformers import batch, build

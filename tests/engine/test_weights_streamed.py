@@ -25,6 +25,7 @@ import zero
 from zero import WeightUpdate
 from zero.kernels.marks import unpack
 
+pytestmark = pytest.mark.ranks(2)
 WHERE = {"0": {"stage": 0}, "1": {"stage": 1}, "2": {"stage": 2}, "3": {"stage": 3}}
 WHERE |= {"1, host": {"stage": 1, **OPTIMIZER}, "3, host": {"stage": 3, **BOTH}}
 
@@ -65,7 +66,6 @@ def alive(engine: Any, *given: torch.Tensor) -> int:
     return len(memory | {tensor.untyped_storage().data_ptr() for tensor in given})
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("where", ["3, host", *longer("0", "1", "2", "3", "1, host")])
 def test_each_weight_comes_whole_and_once(where: str) -> None:
     torch.manual_seed(7)
@@ -145,12 +145,12 @@ def taken(where: str) -> None:
         one.destroy()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("where", ["0", "3", *longer("1", "2", "1, host", "3, host")])
 def test_what_is_given_is_the_callers_and_no_step_goes_between(where: str) -> None:
     taken(where)
 
 
+@pytest.mark.ranks(0)
 def test_so_it_is_on_one_rank() -> None:
     taken("3")
 
@@ -248,7 +248,6 @@ MORE = [
 ]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("where", "dtype", "more"), [*CASES, *longer(*MORE)])
 def test_a_copy_that_takes_the_updates_of_random_steps_is_the_model(where: str, dtype: str, more: Any) -> None:
     engine = start(where, dtype, **more)
@@ -272,7 +271,6 @@ def test_a_copy_that_takes_the_updates_of_random_steps_is_the_model(where: str, 
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("where", ["3", *longer("0", "1", "1, host", "3, host")])
 def test_what_others_write_comes_too_and_what_is_not_known_comes_whole(where: str) -> None:
     engine, first = start(where, "fp16", zero={"track_updates": False}), dist.get_rank() == 0
@@ -319,7 +317,6 @@ def test_what_others_write_comes_too_and_what_is_not_known_comes_whole(where: st
 
 
 @pytest.mark.long
-@pytest.mark.ranks(2)
 def test_a_load_is_seen(tmp_path: Any) -> None:
     """After a load the copy becomes the model of the checkpoint, wherever the counter goes."""
     engine = start("3")

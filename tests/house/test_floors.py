@@ -27,24 +27,25 @@ MAX_FUNCTION_LINES = 60
 FLOORS = {
     f"zero.{name}" if name != "zero" else name: number
     for number, names in {
-        0: "log compat compat.names plan.grid",
+        0: "log deepspeed_names plan.grid",
         1: "errors config plan launch",
-        2: "kernels watchdog compat.bitsandbytes compat.timers",
+        2: "kernels watchdog",
         3: "memory",
         4: "core",
-        5: "parallel examples optim data checkpoint recompute monitor compat.mpu compat.getters compat.tensor_parallel",
-        6: "sizes tiled compat.deepspeed_files compat.import_deepspeed compat.pipe compat.topology compat.ulysses",
-        7: "engine utils checkpointing",
-        8: "tools",
-        9: "zero __main__ lightning",
-        10: "as_deepspeed",
+        5: "parallel examples optim data checkpoint recompute monitor",
+        6: "sizes tiled utils",
+        7: "engine checkpointing",
+        8: "compat",
+        9: "tools",
+        10: "zero __main__ lightning",
+        11: "as_deepspeed",
     }.items()
     for name in names.split()
 }
 STEPS_OF_CORE = {"zero.core": 0} | {
     f"zero.core.{name}": number
     for number, names in {
-        0: "torch_private",
+        0: "torch_private quantized_params",
         1: "world tensors tree leaf kinds micro_batches replaced_forward",
         2: "p2p mesh released",
         3: "comm",
@@ -64,9 +65,7 @@ STEPS_OF_CORE = {"zero.core": 0} | {
     for name in names.split()
 }
 COMPILED = ("zero._cpu", "zero._cuda")
-WITHOUT_TORCH = ("zero.__main__", *(name for name, number in FLOORS.items() if number < 2 and name != "zero.compat"))
-# Modules that import a part of zero.tools, which is above them, inside a function: when a command asks for it.
-USERS_OF_TOOLS = ("zero.__main__", "zero.engine.assignment", "zero.engine.engine")
+WITHOUT_TORCH = ("zero.__main__", *(name for name, number in FLOORS.items() if number < 2))
 # Pure files that stand beside their feature: nothing but Python, `zero.plan` and each other.
 TORCH_FREE = (
     "zero.watchdog.hang_report",
@@ -190,21 +189,18 @@ def test_imports_point_down() -> None:
     for name, path in known.items():
         for what, line, _ in imports_of(path):
             target = resolve(what, known)
-            if target is not None and breach(name, target) and not of_tools(target):
+            if target is not None and breach(name, target):
                 offences.append(f"{where(path, line)}: {name} must not import {target}, which is not below it")
     assert not offences, report(offences)
 
 
-def of_tools(module: str) -> bool:
-    return module == "zero.tools" or module.startswith("zero.tools.")
-
-
-def test_only_commands_import_their_tools() -> None:
-    """No module outside of zero/tools imports it at its top level, and few do inside a function."""
+def test_only_the_command_line_imports_tools() -> None:
+    """Inside a function: each command imports its own."""
     known, offences = modules_of_zero(), []
     for name, path in known.items():
-        for what, line, on_use in imports_of(path) if not of_tools(name) else ():
-            if of_tools(resolve(what, known) or "") and not (on_use and name in USERS_OF_TOOLS):
+        for what, line, on_use in imports_of(path) if not name.startswith("zero.tools") else ():
+            of_tools = (resolve(what, known) or "").startswith("zero.tools")
+            if of_tools and not (on_use and name == "zero.__main__"):
                 offences.append(f"{where(path, line)}: {name} must not import {what} here")
     assert not offences, report(offences)
 

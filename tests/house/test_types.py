@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import needs
 from pages import PAGES, blocks, files, session
 
 import zero
@@ -112,10 +113,6 @@ def run(folder: Path, *command: str) -> str:
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return done.stdout
-
-
-def needs(library: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(library) is None, reason=f"{library} is not installed")
 
 
 def pyright(folder: Path, *names: str) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ So they do at stage 1, where nothing is cut: some are tried.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from adapters import differing, engine_of, llama, plain, train
+from marks import needs
 from safetensors.torch import load_file
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed"),
-]
+pytestmark = [pytest.mark.long, needs("peft")]
 QV, PROMPT = {"target_modules": ["q_proj", "v_proj"]}, {"num_virtual_tokens": 4}
 METHODS = {
     "AdaLora": {**QV, "init_r": 4, "target_r": 2, "total_step": 10},

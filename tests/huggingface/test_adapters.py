@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,12 @@ from adapters import (
     whole,
     with_lora,
 )
+from marks import needs
 from safetensors.torch import load_file
 
 import zero
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed"),
-]
+pytestmark = [pytest.mark.ranks(2), pytest.mark.long, needs("peft")]
 
 
 def check_stages(dtype: torch.dtype) -> None:
@@ -70,7 +67,6 @@ def test_every_stage_is_plain_peft_bit_by_bit(pool: Any, world: int, dtype: torc
     pool.run(world, check_stages, dtype)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_files_are_those_of_peft(stage: int, tmp_path: Path) -> None:
     """Only adapters are gathered for them; PEFT reads them, and an engine takes them back."""
@@ -109,7 +105,6 @@ def test_files_are_those_of_peft(stage: int, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_resumes_from_a_checkpoint_without_the_base(stage: int, tmp_path: Path) -> None:
     losses, wanted = plain(with_lora(llama()))
@@ -131,7 +126,6 @@ def test_a_run_resumes_from_a_checkpoint_without_the_base(stage: int, tmp_path: 
     assert differing(other.module, wanted) == []
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_over_a_frozen_base(reentrant: bool) -> None:
     losses, wanted = plain(with_lora(llama()), 2)
@@ -146,7 +140,6 @@ def test_checkpointing_over_a_frozen_base(reentrant: bool) -> None:
         assert differing(engine.module, wanted) == []
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_base_answers_while_adapters_are_off(stage: int) -> None:
     """As of a reference model, between the steps and between forward and backward."""
@@ -165,7 +158,6 @@ def test_the_base_answers_while_adapters_are_off(stage: int) -> None:
     assert differing(engine.module, wanted) == []
 
 
-@pytest.mark.ranks(2)
 def test_another_adapter_between_steps() -> None:
     """What was frozen at the start is not trained in silence; what needs a gradient from the start is."""
     for stage in (1, 3):
@@ -179,7 +171,6 @@ def test_another_adapter_between_steps() -> None:
         engine.destroy()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("autocast", [True, False])
 def test_adapters_of_either_dtype_have_exact_masters(autocast: bool) -> None:
     """With the section bf16 all compute in bf16, whichever PEFT has made; stages agree bit by bit."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,14 @@ import torch
 import torch.distributed as dist
 from adapters import differing, engine_of, llama, lora, plain, settings, train, with_lora
 from huggingface_cases import opened
+from marks import needs
 
 import zero
 from zero.core.owner import is_released
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed"),
-]
+pytestmark = [pytest.mark.ranks(2), pytest.mark.long, needs("peft")]
 
 
-@pytest.mark.ranks(2)
 def test_adapters_may_be_added_to_a_model_that_is_cut() -> None:
     """Behind the block, inside a later one, and by Transformers' own add_adapter: the same numbers."""
     losses, wanted = plain(with_lora(llama()))
@@ -55,7 +51,6 @@ def built(make: Callable[[], Any], change: Callable[[Any], Any], where: str) -> 
 SAVED = [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_modules_to_save(tied: bool, tmp_path: Path) -> None:
     import peft
@@ -80,7 +75,6 @@ def test_modules_to_save(tied: bool, tmp_path: Path) -> None:
             assert differing(engine.module, read) == [], (modules, where)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_an_embedding_is_resized(tied: bool, first: bool, tmp_path: Path) -> None:
@@ -112,7 +106,6 @@ def test_an_embedding_is_resized(tied: bool, first: bool, tmp_path: Path) -> Non
 KINDS = {"DoRA": {"use_dora": True}, "rsLoRA": {"use_rslora": True}, "PiSSA": {"init_lora_weights": "pissa_niter_2"}}
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_that_read_the_base(kind: str) -> None:
     losses, wanted = plain(with_lora(llama(torch.float32), **KINDS[kind]), 1)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapters import engine_of, llama, train, with_lora
+from marks import needs
 from ranks import Pool
 
-MISSING = [name for name in ("bitsandbytes", "peft") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: pip install {' '.join(MISSING)}"),
-]
+pytestmark = [pytest.mark.long, needs("bitsandbytes", "peft")]
 
 
 def packed(folder: Path, bits: int) -> Any:

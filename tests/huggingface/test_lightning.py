@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import needs
 from torch import nn
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
+pytestmark = needs("lightning")
 
 EVERY = {"zero": {"reduce_every_micro_batch": True}}
 TRAINERS = {

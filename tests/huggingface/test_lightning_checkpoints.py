@@ -5,7 +5,6 @@ The script of docs/lightning.md trains as it stands, on every stage, whoever sta
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import runpy
 import subprocess
@@ -18,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from launching import ROOT
-from marks import longer
+from marks import longer, needs
 from nodes import environment
 from ports import free_port
 from ranks import Pool
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
+pytestmark = needs("lightning")
 
 EPOCHS = 3
 WHEN = {

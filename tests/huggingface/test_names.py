@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import zero.utils
-from zero.compat.names import INSTEAD
+from zero.deepspeed_names import INSTEAD
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "zero" / "as_deepspeed" / "site"

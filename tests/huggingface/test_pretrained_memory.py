@@ -45,10 +45,10 @@ def loaded(tiny: str, large: str) -> int:
 def write(folder: Path, layers: int) -> int:
     """A model in several files; its size in bytes."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformer_models import tiny
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers))
+        model = tiny("LlamaForCausalLM", **SIZES, num_hidden_layers=layers)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for number, param in enumerate(model.parameters()):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_cases import GRPO, KEPT, STEPS, TRL, logged, run_script, script, settings, without, words, write_rows
+from marks import needs
 from ranks import Pool
 from safetensors.torch import load_file
 
@@ -79,9 +80,7 @@ def test_sft_has_the_losses_of_one_plain_process(door: Pool, tiny: Path, tmp_pat
 
 TEXTS = [f"{a}+{b}={a + b}" for a in range(16) for b in range(16)]
 LONG = pytest.mark.long
-PACKED = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: pip install bitsandbytes"
-)
+PACKED = needs("bitsandbytes")
 CASES = [
     *[("Trainer", 3), ("Accelerate", 2)],
     *[pytest.param(*case, marks=LONG) for case in (("Trainer", 1), ("PEFT", 3), ("TRL", 2), ("LoRA", 3))],

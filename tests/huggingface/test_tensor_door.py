@@ -12,7 +12,7 @@ from ranks import Pool
 from torch import nn
 
 import zero
-from zero.compat.mpu import GridGroups
+from zero.parallel.grid_groups import GridGroups
 from zero.plan.grid import Grid
 
 RULES = {"layer_specs": [{"patterns": ["0.weight"]}, {"patterns": ["2.weight"], "partition_type": "row"}]}

@@ -13,6 +13,7 @@ import torch
 from models import batch
 from scenario import Model, Record, differences, run
 from torch import Tensor, nn
+from transformer_models import tiny
 
 import zero
 
@@ -25,11 +26,7 @@ IGNORED = -100
 
 def make(family: str = "Llama", head: str = "ForCausalLM", vocabulary: int = 17, **more: Any) -> Any:
     """A small model."""
-    import transformers
-
-    torch.manual_seed(5)
-    config = getattr(transformers, f"{family}Config")(vocab_size=vocabulary, **SIZES, **more)
-    return getattr(transformers, f"{family}{head}")(config)
+    return tiny(f"{family}{head}", vocab_size=vocabulary, **SIZES, **more)
 
 
 def rows(vocabulary: int = 17, length: int = 40) -> tuple[Tensor, Tensor, Tensor]:

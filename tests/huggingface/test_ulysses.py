@@ -16,6 +16,7 @@ import pytest
 import torch
 from huggingface_cases import TIMES, _trained, opened, settings, without
 from ranks import Pool, RankError, said_by
+from transformer_models import tiny
 
 import zero
 from zero.compat.ulysses import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter, cut_batch
@@ -43,10 +44,7 @@ def batches() -> list[dict[str, Any]]:
 
 
 def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+    return tiny("LlamaForCausalLM", 0, **SIZES, **HEADS)
 
 
 def loss_of_all(engine: Any, batch: dict[str, Any], group: Any) -> torch.Tensor:

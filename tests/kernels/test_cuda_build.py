@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from marks import longer
 
 ROOT = Path(__file__).parents[2]
 ELF, PTX = 2, 1
@@ -82,6 +83,23 @@ def test_machine_code_for_all_architectures_is_inside(setup: ModuleType, tmp_pat
         number = int(re.match(r"\d+", arch)[0])
         assert inside.count((ELF, number)) == sources, f"sm_{number} in {inside}"
         assert inside.count((PTX, number)) == (sources if arch.endswith("+PTX") else 0), f"PTX in {inside}"
+
+
+@pytest.mark.parametrize("arch", ["90", *longer("80", "100")])
+def test_no_kernel_spills_registers(setup: ModuleType, tmp_path: Path, arch: str) -> None:
+    """As ptxas says with -v, of the code of one architecture."""
+    nvcc, said = nvcc_of(setup), ""
+    if arch not in {known.removesuffix("+PTX") for known in setup.cuda_archs(nvcc)}:
+        pytest.skip(f"this nvcc does not know sm_{arch}")
+    for source, _, extra in setup.CUDA_OBJECTS:
+        target = ["-Xptxas=-v", "-cubin", f"-arch=sm_{arch}", "-o", str(tmp_path / "kernels.cubin")]
+        command = [nvcc, *setup.CUDA_FLAGS, *extra, *target, str(ROOT / "csrc" / source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said += done.stdout + done.stderr
+    kernels = re.findall(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads", said, re.DOTALL)
+    assert len(kernels) == said.count("entry function") > 10
+    assert not [kernel for kernel in kernels if kernel[1:] != ("0", "0")]
 
 
 def test_importing_it_loads_no_driver() -> None:

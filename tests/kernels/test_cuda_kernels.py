@@ -7,6 +7,7 @@ compiled, and on a GPU. The oracle is the plain torch reference, on the CPU.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import math
@@ -19,7 +20,7 @@ from cuda_emulation.build import build, compiler
 from kernel_cases import DTYPES, FORMULAS, KINDS, MASTERS, Shard, fixed_sum_squares, numbers, same, step_reference
 
 from zero.kernels import cuda, native, norm
-from zero.kernels.bucket import sum_rows, sum_rows_reference
+from zero.kernels.bucket import pack, pack_reference, sum_rows, sum_rows_reference
 from zero.kernels.formulas import Adam, Formula
 from zero.kernels.moments import FORMATS
 from zero.kernels.norm import sum_squares, sum_squares_into
@@ -209,19 +210,37 @@ def test_sum_rows(device: torch.device, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_8_bits(device: torch.device, dtype: torch.dtype) -> None:
-    """Encoded, decoded and summed as on the host; rows as they are received, from any address."""
-    for blocks, count, start in itertools.product((0, 1, 3, 300), (1, 2, 5), (0, 1)):
+    """Encoded, decoded and summed as on the host, errors too; rows as they are received, from any address."""
+    for (blocks, parts), count, start in itertools.product(kernel_cases.MESSAGES, (1, 2, 5), (0, 1, 2)):
         numel, room = 64 * blocks, torch.empty(start + count * 66 * blocks, dtype=torch.uint8, device=device)
         rows = list(room[start:].view(count, -1))
         for index, row in enumerate(rows):
-            values = numbers(numel, seed=index, hostile=index == 1)
-            kernel_cases.same_message(row.copy_(encode(values.to(device))).cpu(), values)
+            values = numbers(numel, dtype, seed=index, hostile=index == 1, start=start)
+            encode(values.to(device), row, parts)
+            kernel_cases.same_message(row.cpu(), values, parts)
+        kernel_cases.check_error(values.to(device), rows[0], parts)
         for accumulate in (False, True):
             wanted = numbers(numel, dtype, seed=9)
             got = wanted.to(device, copy=True)
-            sum_messages_reference([row.cpu() for row in rows], wanted, accumulate)
-            sum_messages(rows, got, accumulate)
-            same(got.cpu(), wanted, (blocks, count, start, accumulate))
+            sum_messages_reference([row.cpu() for row in rows], wanted, accumulate, parts)
+            sum_messages(rows, got, accumulate, parts)
+            same(got.cpu(), wanted, (blocks, parts, count, start, accumulate))
+
+
+@pytest.mark.parametrize(("scale", "add"), [(1.0, False), (0.3, False), (1.0, True)])
+@pytest.mark.parametrize(("dtype", "flat_dtype"), list(itertools.product(DTYPES, DTYPES)))
+def test_pack(device: torch.device, dtype: torch.dtype, flat_dtype: torch.dtype, scale: float, add: bool) -> None:
+    """More tensors than one launch takes, from any address to any; nothing is written beside them."""
+    sizes = [*SIZES, *range(130)]
+    tensors = [numbers(numel, dtype, seed=numel, hostile=True, start=numel % 3) for numel in sizes]
+    *offsets, size = itertools.accumulate((numel + numel % 2 for numel in sizes), initial=3)
+    got = torch.full((size + MARGIN,), 9.0, dtype=flat_dtype, device=device)
+    wanted = got.cpu().clone()
+    packed = pack([tensor.to(device) for tensor in tensors], got, offsets, scale, add)
+    assert packed or flat_dtype not in (dtype, torch.float32)
+    if packed:
+        pack_reference(tensors, wanted, offsets, scale, add)
+        same(got.cpu(), wanted)
 
 
 # An optimizer phase.
@@ -329,6 +348,16 @@ def test_tensors_of_a_device_that_is_not_the_current_one(device: torch.device) -
     check_factor(other, FORMULAS["AdamW"], "8bit")
     assert torch.cuda.current_device() == 0
     assert torch.ones(3, device="cuda").device == torch.device("cuda", 0)
+
+
+def test_what_a_chip_holds_is_asked_once_for_each_kernel(emulated: ModuleType) -> None:
+    asked = ctypes.CDLL(emulated.__file__).emulated_questions
+    sum_squares(torch.ones(10))
+    before = asked()
+    for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16):
+        sum_squares(torch.ones(10, dtype=dtype))
+        sum_squares(torch.ones(70_000, dtype=dtype))
+    assert 0 < before <= asked() <= before + 1
 
 
 def test_python_and_c_agree_about_sizes(module: ModuleType) -> None:

@@ -60,7 +60,7 @@ def test_pack_gives_the_bits_of_the_reference(isa, threads, dtype, flat_dtype, s
     tensors, gap = [*tensors, numbers(6).view(2, 3)], 3  # any shape, and dtypes may be mixed
     *offsets, size = itertools.accumulate((tensor.numel() + gap for tensor in tensors), initial=gap)
     got, wanted = (torch.full((size,), 9.0, dtype=flat_dtype) for _ in range(2))
-    once = flat_dtype is torch.float32 or (scale == 1.0 and not add)
+    once = flat_dtype is torch.float32 or (scale == 1.0 and not add)  # all do, dtypes mixed
     if not pack(tensors, got, offsets, scale, add):
         assert not once, "the passes of torch take its place only where they round twice"
         return
@@ -94,18 +94,30 @@ def test_sum_rows_adds_first_to_last_and_may_write_into_a_row(isa):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_8_bits_give_the_bits_of_the_reference(isa, threads, dtype):
-    for blocks, count, start in itertools.product((0, 1, 2, 517), (1, 2, 5), (0, 1)):
+    """Messages of one part and of several, with groups that are not full; and what is left of values of each dtype."""
+    for (blocks, parts), count, start in itertools.product(kernel_cases.MESSAGES, (1, 2, 5), (0, 1)):
         numel, rows = 64 * blocks, []
         for row in range(count):
-            values = numbers(numel, seed=row, hostile=row == 1, start=start)
-            rows.append(kernel_cases.shifted(encode(values), start))
-            kernel_cases.same_message(rows[-1], values)
+            values = numbers(numel, dtype, seed=row, hostile=row == 1, start=start)
+            rows.append(kernel_cases.shifted(encode(values, parts=parts), start))
+            kernel_cases.same_message(rows[-1], values, parts)
+        kernel_cases.check_error(values, rows[0], parts)
         for accumulate in (False, True):
             got = numbers(numel, dtype, seed=99, start=start)
             wanted = got.clone()
-            sum_messages(rows, got, accumulate)
-            sum_messages_reference(rows, wanted, accumulate)
+            sum_messages(rows, got, accumulate, parts)
+            sum_messages_reference(rows, wanted, accumulate, parts)
             same(got, wanted)
+
+
+def test_codes_of_8_blocks_come_first_and_then_their_scales(isa):
+    """In each of two parts of 9 blocks: any run of whole groups is a message of its own."""
+    message = encode(torch.arange(1.0, 19.0).repeat_interleave(64) * 127, parts=2)
+    for part, first in ((message[:594], 1.0), (message[594:], 10.0)):
+        assert part[:512].eq(127).all() and part[528:592].eq(127).all()
+        scales = torch.cat([part[512:528], part[592:]]).view(torch.bfloat16)
+        assert scales.tolist() == [first + block for block in range(9)]
+        assert decode(part[528:].clone(), torch.empty(64)).eq((first + 8) * 127).all()
 
 
 def test_8_bits_round_to_nearest_with_ties_to_even_and_show_what_is_not_finite(isa):

@@ -25,6 +25,7 @@ from torch import nn
 import zero
 from zero.plan.memory import StateBytes
 
+pytestmark = pytest.mark.ranks(2)
 CPU = {"device": "cpu"}
 STATE = {"offload_optimizer": CPU}
 BOTH = {**STATE, "offload_param": CPU}
@@ -55,7 +56,6 @@ KNOBS = [
 ]
 
 
-@pytest.mark.ranks(2)
 def test_bits_under_every_knob(tmp_path: Path) -> None:
     sections = [{**STATE, **files(tmp_path, buffer_count=1), **knob} for knob in KNOBS]
     sections += [{**BOTH, **KNOBS[-1]}]
@@ -82,7 +82,6 @@ def evaluated(engine: Any, number: int, args: tuple[Any, ...]) -> torch.Tensor:
     return by_loss(engine, number, args)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["RankExperts", "SometimesEncoder", *longer("Adapter", "Tied", "Twice")])
 def test_bits_of_awkward_models(tmp_path: Path, name: str) -> None:
     model = Model(functools.partial(build, name), lambda number, part: (inputs(number, part), part, number))
@@ -108,7 +107,6 @@ def in_another_order(engine: Any, number: int, args: tuple[Any, ...]) -> torch.T
     return loss
 
 
-@pytest.mark.ranks(2)
 def test_another_order_than_foretold_waits_for_nobody(tmp_path: Path) -> None:
     model = Model(lambda: make_net(blocks=BLOCKS))
     sections = [{**STATE, **files(tmp_path, buffer_count=slots)} for slots in (1, 5)]
@@ -135,7 +133,6 @@ def test_models_that_were_built_cut(tmp_path: Path, world: int, remote: str | No
             assert not differences(found, plain, "losses", "norms", "weights", "exact", "moments")
 
 
-@pytest.mark.ranks(2)
 def test_as_many_elements_stay_in_memory_as_may(tmp_path: Path) -> None:
     """Bytes of parameters in memory and in files, by how many elements may stay in memory."""
     found = {}

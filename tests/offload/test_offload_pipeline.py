@@ -20,6 +20,7 @@ from scenario import differences, run
 import zero
 from zero.memory.available import host_threads
 
+pytestmark = pytest.mark.ranks(2)
 GUARD = 20  # seconds until a thread that waits for too much is let go, and the test fails
 
 
@@ -29,7 +30,6 @@ def engine_of(stage: int, **more: Any) -> Any:
     return zero.initialize(model=make_net(), config=config(stage, 2, zero_optimization=section, **more))[0]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_next_forward_begins_before_the_last_update(stage: int) -> None:
     """The last unit's update is held up until a forward begins."""
@@ -50,7 +50,6 @@ def test_the_next_forward_begins_before_the_last_update(stage: int) -> None:
     assert in_time[0], "the first blocks waited for the update of the last one"
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "accumulation"), [(2, 2), *longer((2, 1), (3, 1))])
 def test_nothing_is_allocated_in_steady_state(stage: int, accumulation: int) -> None:
     """What is alive, objects and threads, after three steps and after many."""
@@ -67,7 +66,6 @@ def test_nothing_is_allocated_in_steady_state(stage: int, accumulation: int) -> 
     assert found[0] == found[1], changed
 
 
-@pytest.mark.ranks(2)
 def test_who_reads_what_stays_whole_waits_for_its_update() -> None:
     """Right after each step."""
     json = {"stage": 3, "section": {"stage3_param_persistence_threshold": 10**6}}

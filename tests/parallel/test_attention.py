@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from marks import longer
 
 import zero
 from zero.core.world import World, make_world
@@ -94,13 +95,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "world",
-    [
-        pytest.param(2, marks=pytest.mark.ranks(2)),
-        *(pytest.param(size, marks=[pytest.mark.ranks(size), pytest.mark.long]) for size in (3, 4)),
-    ],
-)
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, *longer(3, 4)])
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 def test_it_is_that_of_one_process(mode: str, world: int) -> None:
     shared = make_world()
@@ -112,13 +108,8 @@ def test_it_is_that_of_one_process(mode: str, world: int) -> None:
         shared.watchdog.close()
 
 
-@pytest.mark.parametrize(
-    "world",
-    [
-        pytest.param(2, marks=pytest.mark.ranks(2)),
-        *(pytest.param(size, marks=[pytest.mark.ranks(size), pytest.mark.long]) for size in (3, 4)),
-    ],
-)
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, *longer(3, 4)])
 def test_documents_of_any_lengths(world: int) -> None:
     shared = make_world()
 

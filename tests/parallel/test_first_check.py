@@ -5,7 +5,6 @@ A short part of the first batch runs whole and on pieces, and nothing of the mod
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from contextlib import nullcontext
@@ -15,29 +14,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from sharing import ROWS, VOCABULARY, Lines, build, inputs, needs_transformers, settings
+from sharing import ROWS, SIZES, VOCABULARY, Lines, build, inputs, needs_transformers, settings
 from torch import nn
+from transformer_models import NO_DROPOUT, tiny
 
 import zero
 from zero.utils import safe_get_full_fp32_param
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def theirs(kind: str) -> Any:
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-    import transformers as hf
-
-    torch.manual_seed(5)
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 66, "pad_token_id": 0}
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": 66, "pad_token_id": 0}
     if kind == "esm":
         more = {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 3}
-        return hf.EsmForMaskedLM(hf.EsmConfig(**sizes, **none, **more))
+        return tiny("EsmForMaskedLM", **sizes, **NO_DROPOUT, **more)
     if kind == "mobilebert":
         more = {"embedding_size": 16, "trigram_input": True, "intra_bottleneck_size": 32, "true_hidden_size": 32}
-        return hf.MobileBertForMaskedLM(hf.MobileBertConfig(**sizes, **none, **more))
-    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **more))
+        return tiny("MobileBertForMaskedLM", **sizes, **NO_DROPOUT, **more)
+    return tiny("MixtralForCausalLM", **sizes, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=4)
 
 
 def raised(engine: Any, given: dict[str, torch.Tensor]) -> str:
@@ -52,8 +47,7 @@ def raised(engine: Any, given: dict[str, torch.Tensor]) -> str:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("mode", ["ring", "ulysses"])
+@pytest.mark.parametrize("mode", ["ring", *longer("ulysses")])
 def test_what_is_taken_from_other_positions_is_named(mode: str) -> None:
     """A share of masked tokens that scales a row, neighbours in an embedding, a loss of routers."""
     given = inputs(0, "plain")
@@ -73,7 +67,6 @@ def test_what_is_taken_from_other_positions_is_named(mode: str) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_a_loss_function_that_shifts_by_itself_is_named() -> None:
     def shifting(logits: Any, labels: Any, vocab_size: int, **more: Any) -> Any:
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -127,7 +120,6 @@ def tokens_of(length: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, *longer(1, 2), 3])
 def test_nothing_is_changed_by_it(stage: int) -> None:
     """Neither the model nor random numbers, nor the losses, the micro-batches and the order of what is gathered."""
@@ -162,8 +154,7 @@ def test_nothing_is_changed_by_it(stage: int) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("mode", ["ring", "ulysses"])
+@pytest.mark.parametrize("mode", ["ulysses", *longer("ring")])
 def test_marks_are_found_wherever_they_begin(mode: str) -> None:
     """Behind a long prompt, nowhere yet, and with one row; a loss that is right passes; so does one that is wanted."""
     for rows, first in [(ROWS, 500), (ROWS, 0), (1, 0), (1, 570)]:
@@ -209,8 +200,7 @@ def test_ranks_without_a_micro_batch_follow(stage: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("mode", ["ring", "ulysses"])
+@pytest.mark.parametrize("mode", ["ring", *longer("ulysses")])
 @pytest.mark.parametrize(
     "section",
     [{"bf16": {"enabled": True}}, *longer({"fp16": {"enabled": True}}, {"torch_autocast": {"enabled": True}})],

@@ -5,6 +5,7 @@ What it counts is told by the model or by the JSON. Where it is not, the check b
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.functional import cross_entropy
 import zero
 from zero.utils import safe_get_full_grad
 
+MODES = ("ring", "ulysses")
 LOSSES = ["bool", "int", "float", "weights", "empty", "z", "ignored", "classes", "sum", "dict"]
 
 
@@ -97,15 +99,17 @@ def check(kind: str, stage: int, mode: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("mode", ["ring", "ulysses"])
-@pytest.mark.parametrize("stage", [0, 3, *longer(1, 2)])
+@pytest.mark.parametrize(
+    ("stage", "mode"),
+    [(0, "ulysses"), (3, "ring"), *longer((0, "ring"), (3, "ulysses"), *itertools.product((1, 2), MODES))],
+)
 def test_it_is_that_of_one_process(stage: int, mode: str) -> None:
     for kind in LOSSES:
         check(kind, stage, mode)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("mode", ["ring", "ulysses"])
+@pytest.mark.parametrize("mode", MODES)
 def test_what_it_counts_is_asked_for_before_the_first_step(mode: str) -> None:
     for kind in LOSSES:
         engine, *_ = zero.initialize(model=Weighed(kind, False), config=settings(3, 2, mode))

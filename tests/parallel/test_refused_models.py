@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from marks import needs
 from ranks import listening
 from sharing import LENGTH, ROWS, VOCABULARY, Lines, build, inputs, needs_transformers, settings
 from torch import nn
 
 import zero
+
+pytestmark = pytest.mark.ranks(2)
 
 
 class Convolved(nn.Module):
@@ -39,7 +41,6 @@ class GatedDeltaNet(Convolved):
         self.weight = nn.Parameter(torch.zeros(4))
 
 
-@pytest.mark.ranks(2)
 def test_models_that_cannot_are_named_before_the_first_step() -> None:
     refused = [
         (Convolved(), r"'mixer', a Conv1d, convolves along the sequence"),
@@ -59,7 +60,6 @@ def test_models_that_cannot_are_named_before_the_first_step() -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_models_of_transformers_that_cannot_are_named() -> None:
     import transformers as hf
 
@@ -113,8 +113,7 @@ def test_models_of_transformers_that_cannot_are_named() -> None:
 
 
 @needs_transformers
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-@pytest.mark.ranks(2)
+@needs("peft")
 def test_virtual_tokens_are_named() -> None:
     import peft
 
@@ -126,7 +125,6 @@ def test_virtual_tokens_are_named() -> None:
             zero.initialize(model=model, config=settings(1, 2, "ring"))
 
 
-@pytest.mark.ranks(2)
 def test_ranks_that_were_given_different_samples_are_named() -> None:
     engine, *_ = zero.initialize(model=Lines(), config=settings(1, 2, "ring"))
     tokens = torch.full((ROWS, 8), dist.get_rank())
@@ -137,7 +135,6 @@ def test_ranks_that_were_given_different_samples_are_named() -> None:
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 def test_a_model_whose_attention_stays_on_its_piece_is_named() -> None:
     class Deaf(Lines):
         def forward(self, tokens: torch.Tensor, targets: Any = None, position_ids: Any = None) -> torch.Tensor:
@@ -150,7 +147,6 @@ def test_a_model_whose_attention_stays_on_its_piece_is_named() -> None:
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 def test_numbers_that_a_loss_leaves_out_are_asked_for_by_name() -> None:
     class Own(Lines):
         def forward(self, tokens: torch.Tensor, y: torch.Tensor, position_ids: Any = None) -> torch.Tensor:
@@ -167,7 +163,6 @@ def test_numbers_that_a_loss_leaves_out_are_asked_for_by_name() -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_a_model_that_shifts_labels_by_itself_or_tells_no_window_is_named() -> None:
     import transformers as hf
 
@@ -190,7 +185,6 @@ def test_a_model_that_shifts_labels_by_itself_or_tells_no_window_is_named() -> N
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("mode", "what"), [("ring", "keys and values"), ("ulysses", "heads of attention")])
 def test_a_rank_that_waits_for_attention_of_one_that_raised_is_told_why(mode, what) -> None:
     engine, *_ = zero.initialize(model=Lines(), config=settings(1, 2, mode))
@@ -210,7 +204,6 @@ def refuse(module: Any, args: Any) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_the_plan_beside_reality_sees_pieces() -> None:
     with listening(logging.INFO) as said:
         engine, *_ = zero.initialize(model=build("llama"), config=settings(1, 2, "ring", zero={"plan": True}))

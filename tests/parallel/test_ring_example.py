@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from marks import longer
 
 from zero.core.world import make_world
 from zero.examples import ring_attention as example
@@ -16,13 +17,8 @@ from zero.parallel.sequence import Sequence
 from zero.plan.sequences import pieces
 
 
-@pytest.mark.parametrize(
-    "world",
-    [
-        pytest.param(2, marks=pytest.mark.ranks(2)),
-        *(pytest.param(size, marks=[pytest.mark.ranks(size), pytest.mark.long]) for size in (3, 4)),
-    ],
-)
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, *longer(3, 4)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_taught_form_is_exact_and_an_oracle(causal: bool, world: int) -> None:
     torch.manual_seed(0)

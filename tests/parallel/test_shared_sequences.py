@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch import nn
 import zero
 from zero.utils import cut_sequence, safe_get_full_grad
 
+pytestmark = pytest.mark.ranks(2)
 BLOCKS = {"llama": "LlamaDecoderLayer", "gpt2": "GPT2Block", "qwen": "Qwen2DecoderLayer", "bert": "BertLayer"}
 MORE: list[dict[str, Any]] = [
     {},
@@ -42,10 +44,20 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
-def several(kind: str, cp: int) -> None:
-    """Every mode on every stage, with each form and each setting beside them in turn."""
+@needs_transformers
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "world", "cp", "stages"),
+    [
+        ("llama", 2, 2, (0, 3)),
+        ("bert", 2, 2, (1, 2)),
+        *longer(*((kind, world, cp, range(4)) for kind in BLOCKS for world, cp in ((2, 2), (4, 2), (4, 4)))),
+    ],
+)
+def test_ranks_train_as_one_process(kind: str, world: int, cp: int, stages: Sequence[int]) -> None:
+    """Every mode on each stage, with each form and each setting beside them in turn."""
     settings_in_turn, forms = itertools.cycle(MORE), itertools.cycle(["plain", "packed", "padded"])
-    for stage, mode in itertools.product(range(4), ("ring", "ulysses")):
+    for stage, mode in itertools.product(stages, ("ring", "ulysses")):
         more = next(settings_in_turn)
         more = {key: value for key, value in more.items() if stage or key != "zero_optimization"}
         given = copy.deepcopy(more)
@@ -56,25 +68,6 @@ def several(kind: str, cp: int) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "kind", ["llama", "bert", *(pytest.param(each, marks=pytest.mark.long) for each in ("gpt2", "qwen"))]
-)
-def test_two_ranks_train_as_one_process(kind: str) -> None:
-    several(kind, 2)
-
-
-@needs_transformers
-@pytest.mark.long
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen", "bert"])
-def test_four_ranks_train_as_one_process(kind: str, cp: int) -> None:
-    several(kind, cp)
-
-
-@needs_transformers
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 def test_trl_6843_packed_documents_do_not_see_each_other(mode: str) -> None:
     """The loss of a pack is that of its documents one by one."""
@@ -96,7 +89,6 @@ def test_trl_6843_packed_documents_do_not_see_each_other(mode: str) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_veomni_1086_gradients_are_summed_over_the_pieces_too() -> None:
     """There the ranks of one sequence kept gradients of their own piece: weights drift apart, and no loss tells."""
     engine, *_ = zero.initialize(model=build("llama"), config=settings(0, 2, "ulysses"))
@@ -111,7 +103,6 @@ def test_veomni_1086_gradients_are_summed_over_the_pieces_too() -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_deepspeed_7672_key_heads_that_are_fewer_than_the_ranks_have_the_gradients_of_one_process() -> None:
     """There a single key head that ranks share got a part of its gradient."""
     check("qwen", 2, "ulysses", 3, "plain", {})
@@ -126,7 +117,6 @@ class Wrapped(nn.Module):
         return self.lines(tokens, targets, position_ids)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 def test_models_of_the_user_s_own(mode: str) -> None:
     """Attention by our function, in place of torch's, in a function that is recomputed, in a block that is."""
@@ -159,7 +149,6 @@ def test_models_of_the_user_s_own(mode: str) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_checkpoints_interchange_with_whole_sequences(tmp_path: Path) -> None:
     """Saved where ranks share sequences, loaded where none do, and back: the same losses and norms follow."""
 
@@ -188,7 +177,6 @@ def test_checkpoints_interchange_with_whole_sequences(tmp_path: Path) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 def test_activations_are_those_of_the_piece(mode: str) -> None:
     """Bytes that autograd keeps, but for parameters: half of them on each of two ranks, within 2 %.
@@ -251,7 +239,6 @@ def test_beside_other_ways_to_share(section: dict[str, Any]) -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_the_mean_over_tokens_counts_a_shared_sequence_once() -> None:
     """Micro-batches of different counts, on two ranks that share each, beside the sum over tokens in one process."""
     made = settings(2, 2, "ring") | {"train_batch_size": 2 * ROWS, "gradient_accumulation_steps": 2}
@@ -271,7 +258,6 @@ def test_the_mean_over_tokens_counts_a_shared_sequence_once() -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_the_engine_s_own_check_compares_with_whole_sequences() -> None:
     engine, *_ = zero.initialize(model=build("llama"), config=settings(1, 2, "ulysses"))
     assert engine.check(inputs(0, "packed"), steps=2, stages=(0, 3), accumulations=(1,))
@@ -280,7 +266,6 @@ def test_the_engine_s_own_check_compares_with_whole_sequences() -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_a_model_generates_whole_sequences_and_is_given_back_as_it_was() -> None:
     model = build("llama")
     prompt = torch.arange(6)[None]
@@ -297,7 +282,6 @@ def test_a_model_generates_whole_sequences_and_is_given_back_as_it_was() -> None
 
 @needs_transformers
 @pytest.mark.long
-@pytest.mark.ranks(2)
 def test_compiled_blocks_attend_by_the_documents_of_each_forward() -> None:
     model = build("llama")
     wanted = [model(**inputs(number, form)).loss.item() for number, form in ((0, "plain"), (1, "packed"), (2, "plain"))]
@@ -312,7 +296,6 @@ def test_compiled_blocks_attend_by_the_documents_of_each_forward() -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_recomputed_attention_of_two_forwards_with_different_documents_is_named() -> None:
     made = settings(1, 2, "ring") | {"zero": {"context": {"mode": "ring"}, "recompute": {"modules": ["*layers.*"]}}}
     engine, *_ = zero.initialize(model=build("llama"), config=made)
@@ -325,10 +308,9 @@ def test_recomputed_attention_of_two_forwards_with_different_documents_is_named(
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("mode", "stage", "in_backward"),
-    [("ring", 0, False), ("ulysses", 0, True), *longer(("ring", 3, True), ("ulysses", 3, False))],
+    [("ulysses", 0, True), *longer(("ring", 0, False), ("ring", 3, True), ("ulysses", 3, False))],
 )
 def test_a_rank_that_raises_in_attention_and_goes_on_is_named(mode: str, stage: int, in_backward: bool) -> None:
     model, bad = build("llama"), [1][dist.get_rank() :]

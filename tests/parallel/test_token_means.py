@@ -23,6 +23,7 @@ from zero.core.owner import set_cut
 from zero.plan.cut import Box, Cut
 from zero.utils import cut_sequence, safe_get_full_grad
 
+pytestmark = pytest.mark.ranks(2)
 LENGTH, WORDS, WIDTH, MICRO_BATCHES = 32, 17, 16, 2
 PLACES = torch.arange(LENGTH)
 COUNTED = {  # per micro-batch
@@ -107,7 +108,6 @@ def shared(mode: str, stage: int, counted: str, form: str, way: str, more: dict[
 MODES, FORMS, WAYS = ["ring", "ulysses"], ["mean", "divided", "sum"], ["backward", "scale"]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("counted", "mode", "stage", "form", "way"),
     [
@@ -163,7 +163,6 @@ def test_ranks_that_have_parts_of_a_layer(counts: list[int], reduction: str, sta
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("counted", "mode", "stage", "scale"),
     [
@@ -185,7 +184,6 @@ def contrastive(embeds: torch.Tensor, keys: torch.Tensor, first: int, counted: t
     return F.cross_entropy(embeds @ keys.T, own.where(counted, -100), reduction="sum")
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3, *longer(1, 2)])
 @pytest.mark.parametrize("counts", [[1, 7], [0, 8], *longer([8, 8], [3, 0])], ids=str)
 def test_keys_that_are_gathered_from_all_ranks(counts: list[int], stage: int) -> None:
@@ -218,7 +216,6 @@ def test_keys_that_are_gathered_from_all_ranks(counts: list[int], stage: int) ->
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 def test_a_nan_of_another_loss_is_not_hidden() -> None:
     """Of two losses of one graph one counts nothing; the other is not finite, and the step is skipped."""
     config = {

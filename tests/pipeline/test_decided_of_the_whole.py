@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import longer
-from pipelines import CLASSES, ROWS, WIDTH, accumulated, batches, compare, json_of, pipelined, weights_of
+from pipelines import CLASSES, ROWS, WIDTH, accumulated, batches, compare, json_of, pipelined
+from states import weights_of
 from torch import nn
 
 import zero

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pipelines import CLASSES, ROWS, WIDTH, Found, batches, compare, json_of, pipelined, state_of
+from marks import longer
+from pipelines import CLASSES, ROWS, WIDTH, Found, batches, compare, json_of, pipelined
+from states import state_of
 from torch import nn
 
 import zero
-from zero.compat.topology import PipeDataParallelTopology, ProcessTopology
+from zero.parallel.pipeline.topology import PipeDataParallelTopology, ProcessTopology
 
 MICRO_BATCHES = 4
+SHORT = [(0, "step", 2), (1, "use", 0), (3, "step", 0), (3, "use", 2)]
+LONG = [each for each in itertools.product((0, 1, 3), ("step", "use"), (0, 2)) if each not in SHORT]
+TIED = [each for each in itertools.product(range(4), ("step", "use")) if each not in ((2, "step"), (3, "use"))]
 
 
 class Twice(nn.Module):
@@ -69,9 +75,7 @@ def trained(json: dict[str, Any], stages: int | None, tied: bool = False, watch:
     return pipelined(json, make, loss_fn=None, watch=watch)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("gather", ["step", "use"])
-@pytest.mark.parametrize("interval", [0, 2])
+@pytest.mark.parametrize(("stage", "gather", "interval"), [*SHORT, *longer(*LONG)])
 def test_layers_of_all_kinds_train_as_in_one_process(pool: Any, stage, gather, interval):
     section = {"gather": gather, "activation_checkpoint_interval": interval}
     alike = stage if gather == "use" else min(stage, 1)
@@ -84,8 +88,7 @@ def test_layers_of_all_kinds_train_as_in_one_process(pool: Any, stage, gather, i
     ]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("gather", ["step", "use"])
+@pytest.mark.parametrize(("stage", "gather"), [(2, "step"), (3, "use"), *longer(*TIED)])
 def test_a_tied_layer_is_one_module_on_all_its_stages(pool: Any, stage, gather):
     one = pool.run(1, trained, json_of(0, 1, MICRO_BATCHES), 1, True)[0]
     two = pool.run(2, trained, json_of(stage, 1, MICRO_BATCHES, pipeline={"gather": gather}), 2, True)
@@ -97,7 +100,7 @@ def test_a_tied_layer_is_one_module_on_all_its_stages(pool: Any, stage, gather):
     assert torch.equal(two[0].state["tied_modules.in.weight"], two[1].state["tied_modules.in.weight"])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, *longer(1)])
 def test_replicas_of_stages_train_as_those_of_one_stage(pool: Any, stage):
     compare(
         pool.run(4, trained, json_of(stage, 2, MICRO_BATCHES), 2),
@@ -119,7 +122,7 @@ def checkpointed(json: dict[str, Any], stages: int, folder: Path, load: bool) ->
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, *longer(0)])
 def test_a_checkpoint_of_stages_is_one_of_the_whole_model(pool: Any, tmp_path: Path, stage):
     json = json_of(stage, 1, MICRO_BATCHES)
     two = pool.run(2, checkpointed, json, 2, tmp_path, False)
@@ -208,7 +211,7 @@ def imported(json: dict[str, Any], folder: Path, stages: int) -> dict[str, torch
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, *longer(0)])
 def test_the_files_of_layers_are_read(pool: Any, tmp_path: Path, stage):
     whole = zero.PipelineModule(kinds_of_layers(True))
     for number, layer in enumerate(whole._module(number) for number in range(len(whole._stage_of))):

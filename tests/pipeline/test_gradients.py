@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import longer
-from pipelines import batches, chain, compare, json_of, pipelined, weights_of
+from pipelines import batches, chain, compare, json_of, pipelined
+from states import weights_of
 from torch import nn
 
 MICRO_BATCHES = 8

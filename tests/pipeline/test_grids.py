@@ -5,15 +5,17 @@ The numbers are integers and powers of two, so that no sum rounds in any order.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from pipelines import Found, compare, json_of
+from pipelines import Found, compare, ended, json_of, stepped
 from ranks import Pool
 from sharing import VOCABULARY, build, needs_transformers
+from states import weights_of
 from torch import nn
 
 import zero
@@ -84,24 +86,13 @@ def trained(sizes: dict[str, int], json: dict[str, Any]) -> Found:
     engine = zero.initialize(model=model, config=json | tp, loss_fn=lambda output, target: output.sum() / len(output))[
         0
     ]
-    place, data = engine.get_data_parallel_rank(), engine.dp_world_size
 
-    def stream() -> Any:
-        for number in range(100):
-            x = torch.randint(-1, 2, (ROWS, SIZE), generator=torch.Generator().manual_seed(number)).float()
-            yield x.chunk(data)[place], 0
+    def samples(number: int) -> tuple[torch.Tensor, int]:
+        x = torch.randint(-1, 2, (ROWS, SIZE), generator=torch.Generator().manual_seed(number)).float()
+        return x.chunk(engine.dp_world_size)[engine.get_data_parallel_rank()], 0
 
-    feed, losses, norms = stream(), [], []
-    for _ in range(1):  # the weights of a second step would be fractions, of which sums round
-        losses.append(float(engine.train_batch(feed)))
-        norms.append(engine.get_global_grad_norm())
-    found = state_of_sgd(engine)
-    engine.destroy()
-    return Found(losses, norms, found)
-
-
-def state_of_sgd(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: zero.utils.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+    # The weights of a second step would be fractions, of which sums round.
+    return ended(engine, *stepped(engine, map(samples, itertools.count()), 1), weights_of)
 
 
 def check(pool: Pool, one: Pool, sizes: dict[str, int], ranks: int, stage: int, schedule: str) -> None:
@@ -138,29 +129,14 @@ def shared(json: dict[str, Any], mode: str) -> Found:
     """A Llama on sequences that two ranks share, in stages or in one piece."""
     json = json | {"sequence_parallel_size": 2, "zero": {"context": {"mode": mode}}}
     engine = zero.initialize(model=build("llama", num_hidden_layers=4), config=json)[0]
-    place, losses, norms = engine.get_data_parallel_rank(), [], []
 
-    def stream() -> Any:
-        for number in range(100):
-            generator = torch.Generator().manual_seed(1000 * place + number)
-            ids = torch.randint(VOCABULARY, (2, 12 + 4 * (number % 2)), generator=generator)
-            yield {"input_ids": ids, "labels": ids}
+    def texts(number: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1000 * engine.get_data_parallel_rank() + number)
+        ids = torch.randint(VOCABULARY, (2, 12 + 4 * (number % 2)), generator=generator)
+        return {"input_ids": ids, "labels": ids}
 
-    feed = stream()
-    for _ in range(2):
-        if "pipeline" in json:
-            losses.append(float(engine.train_batch(feed)))
-        else:
-            parts = []
-            for _ in range(MICRO_BATCHES):
-                parts.append(engine(**next(feed)).loss)
-                engine.backward(parts[-1])
-                engine.step()
-            losses.append(float(engine.reduce(float(sum(parts)) / MICRO_BATCHES)))
-        norms.append(engine.get_global_grad_norm())
-    found = Found(losses, norms, state_of_sgd(engine))
-    engine.destroy()
-    return found
+    loss_of = None if "pipeline" in json else lambda engine, batch: engine(**batch).loss
+    return ended(engine, *stepped(engine, map(texts, itertools.count()), 2, loss_of), weights_of)
 
 
 @needs_transformers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, ClassVar
 
 import pytest
@@ -15,12 +16,13 @@ from pipelines import (
     accumulated,
     chain,
     compare,
+    ended,
     json_of,
     pipelined,
     samples,
-    state_of,
-    weights_of,
+    stepped,
 )
+from states import weights_of
 from torch import nn
 
 import zero
@@ -244,21 +246,8 @@ def dicts(number: int, place: int) -> Any:
 def masked(json: dict[str, Any]) -> Found:
     """Batches are dicts, of which the model computes its own loss; some have a mask."""
     engine = zero.initialize(model=Masked(), config=json)[0]
-    stream, losses, norms = iter(range(100)), [], []
-    for _ in range(3):
-        if "pipeline" in json:
-            losses.append(float(engine.train_batch(dicts(number, 0) for number in stream)))
-        else:
-            parts = []
-            for _ in range(4):
-                parts.append(engine(**dicts(next(stream), 0))["loss"])
-                engine.backward(parts[-1])
-                engine.step()
-            losses.append(float(sum(parts)) / 4)
-        norms.append(engine.get_global_grad_norm())
-    found = Found(losses, norms, state_of(engine))
-    engine.destroy()
-    return found
+    loss_of = None if "pipeline" in json else lambda engine, batch: engine(**batch)["loss"]
+    return ended(engine, *stepped(engine, (dicts(number, 0) for number in itertools.count()), 3, loss_of))
 
 
 @each_schedule

@@ -15,6 +15,7 @@ from torch import nn
 import zero
 from zero.parallel.pipeline import torch_private
 
+pytestmark = pytest.mark.ranks(2)
 TWO = {"pipeline": {"stages": 2}}
 
 
@@ -73,7 +74,6 @@ WRONG = [
 ]
 
 
-@pytest.mark.ranks(2)
 def test_what_cannot_be_divided_is_refused_and_left_whole():
     for how, text in WRONG:
         model = how["make"]() if "make" in how else chain()
@@ -83,7 +83,6 @@ def test_what_cannot_be_divided_is_refused_and_left_whole():
         assert sum(1 for _ in model.parameters()) == 2 * sum(isinstance(each, nn.Linear) for each in model.modules())
 
 
-@pytest.mark.ranks(2)
 def test_a_forward_that_cannot_be_divided_is_named_at_the_first_batch():
     for make, text in (
         (Branches, "the forward of Branches cannot be divided"),
@@ -94,6 +93,7 @@ def test_a_forward_that_cannot_be_divided_is_named_at_the_first_batch():
         engine.destroy()
 
 
+@pytest.mark.ranks(0)
 def test_a_model_in_one_piece_is_not_traced():
     json = json_of(1, 1, 4, pipeline={"stages": 1})
     engine = zero.initialize(model=Branches(), config=json, loss_fn=F.cross_entropy)[0]
@@ -103,7 +103,6 @@ def test_a_model_in_one_piece_is_not_traced():
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 def test_calls_that_are_for_models_in_one_piece():
     engine = engine_of()
     assert "call engine.train_batch(data_iter)" in said_by(lambda: engine(torch.zeros(1, WIDTH)))
@@ -114,7 +113,6 @@ def test_calls_that_are_for_models_in_one_piece():
     whole.destroy()
 
 
-@pytest.mark.ranks(2)
 def test_deepspeed_5729_ranks_of_a_replica_with_other_samples():
     engine, rank = engine_of(), dist.get_rank()
     engine.train_batch(batches(0))
@@ -129,7 +127,6 @@ def test_deepspeed_5729_ranks_of_a_replica_with_other_samples():
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 def test_an_iterator_that_ends_early_or_raises_does_so_on_all_ranks():
     engine, rank = engine_of(), dist.get_rank()
 
@@ -164,7 +161,6 @@ def test_a_form_that_depends_on_values_is_named(pool):
     assert "activations of micro-batch 1 for stage 1" in second
 
 
-@pytest.mark.ranks(2)
 def test_an_older_torch_is_named():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_private, "VERSION", (2, 12))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import longer
-from pipelines import Found, compare, json_of, state_of
+from marks import longer, needs
+from pipelines import Found, compare, ended, json_of, stepped
 from resnet import pictures, small
 from torch import nn
 
@@ -55,16 +54,11 @@ def in_pieces(
     section: dict[str, Any], stage: int, rows: int, make: Callable[[], nn.Module], steps: int = STEPS
 ) -> Trained:
     engine = zero.initialize(model=make(), config=json(stage, rows, pipeline=section), loss_fn=F.cross_entropy)[0]
-    place = engine.get_data_parallel_rank()
-    losses, norms = [], []
-    for number in range(steps):
-        losses.append(float(engine.train_batch(iter([pictures(number, place, rows)]))))
-        norms.append(engine.get_global_grad_norm())
-    loss, logits = engine.eval_batch(iter([pictures(steps, place, rows)]), return_logits=True)
-    found = Found(losses, norms, state_of(engine))
-    trained = Trained(found, buffers(engine), float(loss), logits)
-    engine.destroy()
-    return trained
+    feed = (pictures(number, engine.get_data_parallel_rank(), rows) for number in itertools.count())
+    numbers = stepped(engine, feed, steps)
+    loss, logits = engine.eval_batch(feed, return_logits=True)
+    kept = buffers(engine)
+    return Trained(ended(engine, *numbers), kept, float(loss), logits)
 
 
 def accumulated(stage: int, rows: int, make: Callable[[], nn.Module], steps: int = STEPS) -> Trained:
@@ -86,9 +80,7 @@ def accumulated(stage: int, rows: int, make: Callable[[], nn.Module], steps: int
     with torch.no_grad():
         whole = float(F.cross_entropy(engine(x), y))  # the whole batch at once
         logits = torch.cat([engine(each) for each in x.split(SPLIT)])
-    trained = Trained(Found(losses, norms, state_of(engine)), kept, whole, logits)
-    engine.destroy()
-    return trained
+    return Trained(ended(engine, losses, norms), kept, whole, logits)
 
 
 def check(pool: Any, schedule: str, stage: int, rows: int, make: Callable[[], nn.Module] = small, steps: int = STEPS):
@@ -122,6 +114,6 @@ def test_both_pieces_in_one_process_do_so_too(pool: Any, rows):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
+@needs("torchvision")
 def test_that_of_torchvision_does_so_too(pool: Any):
     check(pool, "1f1b", 1, 24 + SPLIT, large, 1)

@@ -11,7 +11,20 @@ import torch
 import torch.nn.functional as F
 from marks import longer
 from offload_cases import BOTH, OPTIMIZER
-from pipelines import ROWS, WIDTH, Found, accumulated, batches, chain, compare, json_of, pipelined, samples, state_of
+from pipelines import (
+    ROWS,
+    WIDTH,
+    Found,
+    accumulated,
+    batches,
+    chain,
+    compare,
+    ended,
+    json_of,
+    pipelined,
+    samples,
+    stepped,
+)
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -58,9 +71,7 @@ def evaluated(json: dict[str, Any], between: bool) -> tuple[Found, list[float]]:
         losses.append(float(engine.train_batch(stream)))
         norms.append(engine.get_global_grad_norm())
     assert engine.training
-    found = Found(losses, norms, state_of(engine))
-    engine.destroy()
-    return found, seen
+    return ended(engine, losses, norms), seen
 
 
 @each_schedule
@@ -112,9 +123,7 @@ def by_tokens(json: dict[str, Any]) -> Found:
             total, tokens = engine.reduce(total, "sum"), engine.reduce(tokens, "sum")
             losses.append(total / tokens)
         norms.append(engine.get_global_grad_norm())
-    found = Found(losses, norms, state_of(engine))
-    engine.destroy()
-    return found
+    return ended(engine, losses, norms)
 
 
 @each_schedule
@@ -180,22 +189,15 @@ def with_data(json: dict[str, Any]) -> list[float]:
     return losses
 
 
-def saved(json: dict[str, Any], folder: str, load: str = "", steps: int = 2, skip: int = 0) -> Found:
+def saved(json: dict[str, Any], folder: str, load: str = "", steps: int = 2) -> Found:
     engine = zero.initialize(model=chain(), config=json, loss_fn=F.cross_entropy)[0]
     if load:
         engine.load_checkpoint(load)
-    stream, losses, norms = batches(engine.get_data_parallel_rank()), [], []
-    for _ in range(skip * json["gradient_accumulation_steps"]):
-        next(stream)
-    for _ in range(steps):
-        losses.append(float(engine.train_batch(stream)))
-        norms.append(engine.get_global_grad_norm())
+    numbers = stepped(engine, batches(engine.get_data_parallel_rank()), steps)
     if folder:
         engine.save_checkpoint(folder)
         engine.save_16bit_model(folder)
-    found = Found(losses, norms, state_of(engine))
-    engine.destroy()
-    return found
+    return ended(engine, *numbers)
 
 
 WAYS = [(2, "1f1b", 2), (1, "gpipe", 1), *longer((4, "1f1b", 4), (2, "zbv", 2), (2, "interleaved", 4))]

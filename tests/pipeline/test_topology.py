@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero.compat.topology import (
+from zero.parallel.pipeline.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,

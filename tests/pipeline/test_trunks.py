@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,29 @@ import torch
 import torch.distributed as dist
 from adapters import with_lora
 from closeness import allowed, error, twice
-from marks import longer
-from pipelines import Found, compare, json_of, state_of
+from marks import longer, needs
+from pipelines import Found, compare, ended, json_of, stepped
 from sharing import needs_transformers
+from states import state_of, weights_of
+from transformer_models import tiny
 
 import zero
-from zero.utils import safe_get_full_fp32_param
 
 pytestmark = needs_transformers
-needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+needs_peft = needs("peft")
 WORDS, ROWS, MICRO_BATCHES, STEPS = 40, 4, 3, 2
-KINDS = {  # class, configuration class, more of the configuration
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 3}),
-    "gemma": ("GemmaForCausalLM", "GemmaConfig", {}),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {"sliding_window": 3}),
-    "granite": ("GraniteForCausalLM", "GraniteConfig", {"embedding_multiplier": 3.0}),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4}),
-    "classifier": ("LlamaForSequenceClassification", "LlamaConfig", {"num_labels": 3}),
-    "routed": ("MixtralForCausalLM", "MixtralConfig", {"output_router_logits": True}),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_head": 4, "n_layer": 4}),
-    "bert": ("BertForMaskedLM", "BertConfig", {}),
+KINDS = {  # class, more of the configuration
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 3}),
+    "gemma": ("GemmaForCausalLM", {}),
+    "gemma3": ("Gemma3ForCausalLM", {"sliding_window": 3}),
+    "granite": ("GraniteForCausalLM", {"embedding_multiplier": 3.0}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4}),
+    "classifier": ("LlamaForSequenceClassification", {"num_labels": 3}),
+    "routed": ("MixtralForCausalLM", {"output_router_logits": True}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_head": 4, "n_layer": 4}),
+    "bert": ("BertForMaskedLM", {}),
 }
 SIZES = {
     "hidden_size": 32,
@@ -48,13 +48,10 @@ SIZES = {
 
 
 def build(kind: str, tied: bool = False, dtype: torch.dtype = torch.float32, change: str = "") -> Any:
-    import transformers
-
-    name, config, more = KINDS[kind]
-    torch.manual_seed(5)
+    name, more = KINDS[kind]
     sizes = {} if kind == "gpt2" else SIZES
     said = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": tied}
-    model = getattr(transformers, name)(getattr(transformers, config)(**sizes, **said, **more)).to(dtype)
+    model = tiny(name, **sizes, **said, **more).to(dtype)
     if change == "checkpointing":
         model.gradient_checkpointing_enable()
     return with_lora(model) if change == "lora" else model
@@ -86,12 +83,7 @@ def staged(json: dict[str, Any], kind: str, form: str = "padded", change: str = 
     with zero.Init(config_dict_or_path=json) if change == "init" else contextlib.nullcontext():
         model = build(kind, form == "tied", change=change)
     engine = zero.initialize(model=model, config=json)[0]
-    data = stream(kind, form, engine.get_data_parallel_rank())
-    losses, norms = [], []
-    for _ in range(STEPS):
-        losses.append(float(engine.train_batch(data)))
-        norms.append(engine.get_global_grad_norm())
-    seen = None
+    seen, numbers = None, stepped(engine, stream(kind, form, engine.get_data_parallel_rank()), STEPS)
     if folder is not None:
         if change == "lora":
             with pytest.raises(ValueError, match="PEFT writes adapters of modules that rank 0 has"):
@@ -100,12 +92,7 @@ def staged(json: dict[str, Any], kind: str, form: str = "padded", change: str = 
         else:
             engine.save_pretrained(folder)
         seen = float(engine.eval_batch(iter([sample(kind, form, 99)]), num_micro_batches=1))
-    whole = json["optimizer"]["type"] != "SGD"
-    params = dict(engine.module.named_parameters()).items()
-    state = state_of(engine) if whole else {name: safe_get_full_fp32_param(param) for name, param in params}
-    found = Found(losses, norms, state, seen)
-    engine.destroy()
-    return found
+    return ended(engine, *numbers, weights_of if json["optimizer"]["type"] == "SGD" else state_of, seen)
 
 
 def accumulated(json: dict[str, Any], kind: str, form: str = "padded", change: str = "") -> Found:
@@ -123,9 +110,7 @@ def accumulated(json: dict[str, Any], kind: str, form: str = "padded", change: s
             total, weight = total + float(loss.detach()) * share, weight + share
         losses.append(float(engine.reduce(total / weight)))
         norms.append(engine.get_global_grad_norm())
-    found = Found(losses, norms, state_of(engine))
-    engine.destroy()
-    return found
+    return ended(engine, losses, norms)
 
 
 def json(stage: int, ranks: int, stages: int, **more: Any) -> dict[str, Any]:

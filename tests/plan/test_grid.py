@@ -16,7 +16,7 @@ from models import Net, config
 
 import zero
 from zero.__main__ import main
-from zero.compat.mpu import GridGroups
+from zero.parallel.grid_groups import GridGroups
 from zero.plan.grid import AXES, DATA, EXPERT_AXES, Grid, GridError
 
 KNOWN = [(16, 2, 4), (192, 8, 8), (128, 8, 8), (64, 8, 8), (160, 8, 4), (224, 8, 4), (96, 8, 4), (4096, 8, 8)]

@@ -13,6 +13,7 @@ from alive import only_new
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from transformer_models import tiny
 
 import zero
 from zero.config import load
@@ -76,16 +77,12 @@ class Relu(nn.Module):
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes = {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": VOCABULARY}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False))
+    return tiny("LlamaForCausalLM", **sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
 
 
 def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=3, n_head=4, vocab_size=VOCABULARY, use_cache=False))
+    return tiny("GPT2LMHeadModel", n_embd=48, n_layer=3, n_head=4, vocab_size=VOCABULARY, use_cache=False)
 
 
 def inputs_of(model: nn.Module) -> Any:

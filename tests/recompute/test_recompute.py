@@ -20,6 +20,7 @@ import zero
 from zero.core import comm
 from zero.recompute.modules import Recomputed
 
+pytestmark = pytest.mark.ranks(2)
 FULL = {"modules": ["Block"]}
 SELECTIVE = {"modules": ["blocks.*"], "policy": "selective"}
 HOST = {"cpu_checkpointing": True}
@@ -51,7 +52,6 @@ def test_no_bit_changes(stage, world, dtype, reduce):
         assert same(base, trained(make(), settings(stage, section, activation_checkpointing=rest, **more)))
 
 
-@pytest.mark.ranks(2)
 def test_no_bit_changes_with_offload(tmp_path):
     """State and parameters off the device, against a training with neither that nor recomputation."""
     base = trained(make(), settings(3, {}))
@@ -77,7 +77,6 @@ def gathers(section: dict[str, Any]) -> tuple[list[int], list[int]]:
     return sorted(tags), calls
 
 
-@pytest.mark.ranks(2)
 def test_a_recomputed_unit_is_gathered_once():
     (plain, once), (full, twice), (selective, again) = [gathers(section) for section in ({}, FULL, SELECTIVE)]
     assert plain == full == selective
@@ -111,7 +110,6 @@ class Smooth(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_backward_through_a_backward(stage):
     """A penalty on the gradient."""
@@ -131,7 +129,6 @@ def test_a_backward_through_a_backward(stage):
     all_same(found)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [3, *longer(1)])
 def test_backward_runs_several_times(stage):
     found = []
@@ -168,7 +165,6 @@ class Again(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [3, *longer(0)])
 def test_a_model_that_recomputes_itself(stage):
     base = trained(make(), settings(stage, {}))
@@ -181,7 +177,6 @@ def test_a_model_that_recomputes_itself(stage):
     all_same([base, *renamed])
 
 
-@pytest.mark.ranks(2)
 def test_without_gradients_forward_is_plain():
     engine = zero.initialize(model=make(), config=settings(3, FULL, activation_checkpointing=HOST))[0]
     engine.eval()
@@ -207,7 +202,6 @@ class Fragile(Block):
         return super().forward(*args, **kwargs)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [3, *longer(0)])
 def test_an_exception_in_a_recomputation_leaves_the_engine_usable(stage):
     """Steps that fail in the recomputation of the middle block; what follows is as if they had not been."""
@@ -232,7 +226,6 @@ def own_forward(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     return x * 2.0
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_nothing_of_the_model_changes(stage):
     plain = make()
@@ -265,7 +258,6 @@ def refused(section: dict[str, Any], kind: type[Net] = Net) -> str:
     return str(caught.value)
 
 
-@pytest.mark.ranks(2)
 def test_modules_that_are_not_there_are_named():
     there = "Its classes are ['Block', 'Dropout', 'Embedding', 'LayerNorm', 'Linear', 'ModuleList', 'Net']."
     for modules, wrong, meant in (["Blok", "Block"], "Blok", "Block"), (["block.1"], "block.1", "blocks.1"):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from sharing import needs_transformers
 from torch import nn
+from transformer_models import GPT2, NO_DROPOUT, tiny
 
 import zero
 from zero.utils import safe_get_full_fp32_param, safe_get_full_grad
@@ -122,34 +123,23 @@ _LATENT = {
     "v_head_dim": 8,
     "n_shared_experts": 1,
 }
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "qwen3": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "deepseek_v3": ("DeepseekV3", _LATENT),
-    "deepseek_v2": ("DeepseekV2", _LATENT),
-    "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama": ("LlamaForCausalLM", SIZES),
+    "qwen3": ("Qwen3ForCausalLM", {**SIZES, "head_dim": 8, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralForCausalLM", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**SIZES, **_LATENT}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", {**SIZES, **_LATENT}),
+    "gpt_oss": ("GptOssForCausalLM", {**SIZES, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt2": ("GPT2LMHeadModel", {**GPT2, "vocab_size": 67, "eos_token_id": 1, "bos_token_id": 1}),
+    "bert": ("BertForMaskedLM", {**{key: SIZES[key] for key in SIZES if key != "num_key_value_heads"}, **NO_DROPOUT}),
 }
 
 
 @needs_transformers
 def family(name: str, seed: int = 0, **more: Any) -> nn.Module:
     """A tiny model of Transformers, without dropout."""
-    import transformers
-
-    torch.manual_seed(seed)
-    if name == "gpt2":
-        sizes = {"vocab_size": 67, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "eos_token_id": 1}
-        sizes |= {**_NO_DROPOUT, "bos_token_id": 1, **more}
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    if name == "bert":
-        sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
-        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return transformers.BertForMaskedLM(transformers.BertConfig(**{**sizes, **off, **more}))
-    title, own = FAMILIES[name]
-    config = getattr(transformers, f"{title}Config")(**{**SIZES, **own, **more})
-    return getattr(transformers, f"{title}ForCausalLM")(config)
+    kind, sizes = FAMILIES[name]
+    return tiny(kind, seed, **sizes | more)
 
 
 def json_of(tp: int, stage: int = 0, gas: int = 1, **more: Any) -> dict[str, Any]:

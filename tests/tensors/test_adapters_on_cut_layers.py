@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from cut_models import family, json_of, place_of, plain, trained, words
+from marks import needs
 from ranks import said_by
 from sharing import needs_transformers
 
 import zero
 
-pytestmark = [
-    needs_transformers,
-    pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed"),
-]
+pytestmark = [pytest.mark.ranks(2), needs_transformers, needs("peft")]
 LAYERS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 
 
@@ -35,7 +32,6 @@ def adapted(**more: Any) -> Any:
     return model
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "sequences"), [(0, False), (3, True)])
 def test_gradients_of_adapters(stage: int, sequences: bool) -> None:
     json = json_of(2, stage, tensor_parallel={"sequence_parallel": sequences})
@@ -50,7 +46,6 @@ def test_gradients_of_adapters(stage: int, sequences: bool) -> None:
     assert found["shapes"]["base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"] == (16, 4)
 
 
-@pytest.mark.ranks(2)
 def test_adapters_that_are_not_cut_are_refused_by_name() -> None:
     said = said_by(lambda: zero.initialize(model=adapted(use_dora=True), config=json_of(2)))
     assert "its adapter has 'lora_magnitude_vector', which is not cut over ranks; use plain LoRA" in said

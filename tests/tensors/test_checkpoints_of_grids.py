@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from cut_models import adam, family, json_of, words
+from marks import longer
 from ranks import Pool
 from sharing import needs_transformers
+from states import state_of
 
 import zero
-from zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+pytestmark = needs_transformers
 
 
 class Way(NamedTuple):
@@ -41,16 +44,6 @@ def engine_of(way: Way, seed: int) -> Any:
     return zero.initialize(model=family("llama", seed=seed, **sizes), config=json)[0]
 
 
-def state(engine: Any) -> dict[str, torch.Tensor]:
-    """Weights and moments that this rank can give, whole."""
-    found = {}
-    for name, param in engine.module.named_parameters():
-        found[name] = safe_get_full_fp32_param(param).clone()
-        for key in ("exp_avg", "exp_avg_sq"):
-            found[f"{name}:{key}"] = safe_get_full_optimizer_state(param, key).clone()
-    return found
-
-
 def saved(way: Way, folder: Path) -> dict[str, torch.Tensor]:
     engine, place = engine_of(way, 0), dist.get_rank() // way.tp % (way.world // way.tp // way.pp)
     for step in range(2):
@@ -60,7 +53,7 @@ def saved(way: Way, folder: Path) -> dict[str, torch.Tensor]:
             engine.backward(engine(**words(step, place)).loss)
             engine.step()
     engine.save_checkpoint(folder)
-    found = state(engine)
+    found = state_of(engine)
     engine.destroy()
     return found
 
@@ -68,14 +61,15 @@ def saved(way: Way, folder: Path) -> dict[str, torch.Tensor]:
 def loaded(way: Way, folder: Path) -> dict[str, torch.Tensor]:
     engine = engine_of(way, 7)
     engine.load_checkpoint(folder)
-    found = state(engine)
+    found = state_of(engine)
     engine.destroy()
     return found
 
 
-def interchange(pool: Pool, names: list[str], path: Path) -> None:
+@pytest.mark.parametrize("names", [["one", "tp 3, parts of unequal size"], *longer([*WAYS])], ids=len)
+def test_deepspeed_8474_each_grid_into_every_other(pool: Pool, tmp_path: Path, names: list[str]) -> None:
     for number, first in enumerate(names):
-        folder = path / str(number)
+        folder = tmp_path / str(number)
         wanted: dict[str, torch.Tensor] = {}
         for each in pool.run(WAYS[first].world, saved, WAYS[first], folder):
             wanted |= each  # of a pipeline each rank has some
@@ -88,17 +82,6 @@ def interchange(pool: Pool, names: list[str], path: Path) -> None:
             assert not wrong, (first, other, wrong[:3])
 
 
-@needs_transformers
-def test_deepspeed_8474_one_process_and_layers_over_three_ranks(pool: Pool, tmp_path: Path) -> None:
-    interchange(pool, ["one", "tp 3, parts of unequal size"], tmp_path)
-
-
-@needs_transformers
-@pytest.mark.long
-def test_every_grid_into_every_other(pool: Pool, tmp_path: Path) -> None:
-    interchange(pool, list(WAYS), tmp_path)
-
-
 def tied(tp: int, folder: Path, saves: bool) -> dict[str, torch.Tensor]:
     make = functools.partial(family, "gpt2", seed=0 if saves else 7)
     engine, *_ = zero.initialize(model=make(), config=json_of(tp, 1, **adam()))
@@ -108,12 +91,11 @@ def tied(tp: int, folder: Path, saves: bool) -> dict[str, torch.Tensor]:
         engine.save_checkpoint(folder)
     else:
         engine.load_checkpoint(folder)
-    found = state(engine)
+    found = state_of(engine)
     engine.destroy()
     return found
 
 
-@needs_transformers
 @pytest.mark.long
 def test_queries_keys_and_values_in_one_weight_with_a_tied_head(pool: Pool, tmp_path: Path) -> None:
     """Both were mixed up elsewhere: what is fused has boxes of its own, and the head is the embedding's."""

@@ -17,8 +17,9 @@ from sharing import needs_transformers
 from torch import nn
 
 import zero
-from zero.tools.check.checked_run import CheckedRun
-from zero.tools.check.runs import CheckRun, RunKind
+from zero.engine.assignment import Given
+from zero.engine.check.checked_run import CheckedRun
+from zero.engine.check.runs import CheckRun, RunKind
 
 FEW = {"steps": 2, "stages": (0, 3), "accumulations": (1,)}
 
@@ -118,7 +119,7 @@ def test_plain_torch_has_no_model_of_which_a_script_makes_parts(tmp_path: Path) 
     zero.set_cut(param, zero.Cut((4, 4), (zero.Box((0, 0), (2, 4)),)))
     checked = CheckedRun(CheckRun(RunKind.PLAIN, 1, 1), tmp_path)
     with pytest.raises(ValueError, match=r"'0' is a part of a larger one, .*no process has the whole model"):
-        checked.plain_engine(nn.ParameterList([param]), None, None, None)
+        checked.engine(lambda given: None, Given(nn.ParameterList([param]), None, None, None, None))
 
 
 SCRIPT = """

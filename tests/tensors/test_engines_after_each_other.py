@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 from cut_models import Integers, full, integers, json_of
+from marks import longer
 from ranks import said_by
 
 import zero
+
+pytestmark = pytest.mark.ranks(2)
 
 
 def weights() -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in Integers().named_parameters()}
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, *longer(0)])
 def test_what_fails_behind_the_cut_leaves_no_part_undone(stage: int) -> None:
     module: Any = importlib.import_module("zero.engine.initialize")
     model, plain = Integers(), module._wrap
@@ -41,8 +43,7 @@ def test_what_fails_behind_the_cut_leaves_no_part_undone(stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, *longer(0)])
 def test_an_engine_that_was_dropped(stage: int) -> None:
     model = Integers()
     engine, *_ = zero.initialize(model=model, config=json_of(2, stage))
@@ -59,7 +60,6 @@ def test_an_engine_that_was_dropped(stage: int) -> None:
     assert model.blocks[0].mlp.up_proj.weight.shape == Integers().blocks[0].mlp.up_proj.weight.shape
 
 
-@pytest.mark.ranks(2)
 def test_the_whole_model_trains_on_over_other_ranks() -> None:
     model = Integers()
     for tp in (2, 1, 2):
@@ -69,8 +69,7 @@ def test_the_whole_model_trains_on_over_other_ranks() -> None:
     assert all(torch.equal(param, weights()[name]) for name, param in model.named_parameters())
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, *longer(0)])
 def test_copies_and_state_dicts_of_parts(stage: int) -> None:
     """Each would look like the model's own, with a part of some weights."""
     engine, *_ = zero.initialize(model=Integers(), config=json_of(2, stage))

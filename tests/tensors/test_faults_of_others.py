@@ -26,6 +26,7 @@ import zero
 from zero.plan.tensors import ranges_of, share_of
 from zero.utils import safe_get_full_grad
 
+pytestmark = pytest.mark.ranks(2)
 CLOSE = 1e-6
 
 
@@ -36,7 +37,6 @@ def norm_of(grads: dict[str, torch.Tensor | None]) -> float:
 # -- the norm of gradients: each element of the whole model counts once
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "sequences"), [(0, False), (3, True), *longer((1, True), (2, False))])
 def test_torchtune_2420_and_nemo_rl_3788_and_rocm_te_715_all_elements_count_once(stage: int, sequences: bool) -> None:
     """Copies of what is whole were counted by each rank, or what is cut by the first one alone."""
@@ -46,7 +46,6 @@ def test_torchtune_2420_and_nemo_rl_3788_and_rocm_te_715_all_elements_count_once
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, *longer(0, 2, 3)])
 def test_megatron_5916_and_6489_parts_of_experts_count_on_all_ranks(stage: int) -> None:
     """Those of all ranks but the first were left out, and clipping was too weak."""
@@ -65,14 +64,12 @@ def only_sinks() -> nn.Module:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_megatron_7452_08_sinks_of_heads_are_in_the_norm() -> None:
     wanted, found = norm_of(plain(only_sinks, words)["grads"]), trained(only_sinks, json_of(2, 2), words, 0)
     assert found["shapes"]["model.layers.0.self_attn.sinks"] == (2,)
     assert wanted > 1e-4 and found["norms"][0] == pytest.approx(wanted, abs=CLOSE)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_accelerate_4219_and_transformers_48208_one_norm_and_optimizer_of_cut_and_whole(stage: int) -> None:
     """Some were DTensors there and others plain, and neither took both."""
@@ -91,7 +88,6 @@ def test_accelerate_4219_and_transformers_48208_one_norm_and_optimizer_of_cut_an
 # -- gradients
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, *longer(0, 2, 3)])
 def test_deepspeed_7409_a_rank_that_trains_nothing_of_its_own_takes_part(stage: int) -> None:
     """A list of gradients was empty on some ranks, and the norm failed on its first element."""
@@ -115,7 +111,6 @@ def test_deepspeed_7409_a_rank_that_trains_nothing_of_its_own_takes_part(stage: 
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("name", "part"), [("qwen3", "self_attn.q_norm"), ("deepseek_v2", "kv_a_proj_with_mqa"), ("deepseek_v2", "kv_a_la")]
 )
@@ -147,7 +142,6 @@ class Halves(nn.Module):
         return self.down_proj(self.scale.weight[0, 0] * self.up_proj(x)).sum()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3, *longer(1, 2)])
 def test_pytorch_190626_parts_of_a_gradient_are_summed_in_fp32(stage: int) -> None:
     """In 16 bits, which they have on their ranks, the smaller one is lost."""
@@ -172,7 +166,6 @@ def biased() -> Integers:
     return model
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequences", [False, True])
 def test_torchtitan_2106_a_bias_behind_a_sum_is_added_once(sequences: bool) -> None:
     json = json_of(2, 1, tensor_parallel={"sequence_parallel": sequences})
@@ -227,7 +220,6 @@ def mixed(kind: type[nn.Module]) -> nn.Module:
     return model
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [Convolved, Around])
 def test_parts_that_mix_tokens_see_all_of_a_sequence_that_is_cut_between_layers(kind: type[nn.Module]) -> None:
     """A fault of our own: what no rule cuts was given this rank's tokens alone, in Bamba and OLMo Hybrid, say."""
@@ -242,6 +234,7 @@ def test_parts_that_mix_tokens_see_all_of_a_sequence_that_is_cut_between_layers(
 # -- parts of unequal size, and what goes out of a model that is cut
 
 
+@pytest.mark.ranks(0)
 def test_pytorch_188947_uneven_parts_begin_where_the_one_before_ends() -> None:
     """Of 7 over 3 they began at 0, 2, 4, as if all were as large as the last."""
     for numel in range(3, 40):

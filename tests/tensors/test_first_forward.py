@@ -14,6 +14,7 @@ from torch import nn
 
 import zero
 
+pytestmark = pytest.mark.ranks(2)
 WIDTH, HEADS = 16, 4
 
 
@@ -108,7 +109,6 @@ def batch() -> torch.Tensor:
 WAYS = [(0, False), *longer((3, False), (1, True), (3, True))]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "sequences"), WAYS)
 @pytest.mark.parametrize("part", [Attention, Gated])
 def test_heads_and_widths_are_those_of_a_rank_where_modules_say_them(part: Any, stage: int, sequences: bool) -> None:
@@ -116,7 +116,6 @@ def test_heads_and_widths_are_those_of_a_rank_where_modules_say_them(part: Any, 
     assert first_loss(part, stage, sequence_parallel=sequences) == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "sequences"), WAYS)
 @pytest.mark.parametrize("part", [Otherwise, Chosen, Normed, Mixed])
 def test_what_needs_all_features_between_two_layers(part: Any, stage: int, sequences: bool) -> None:
@@ -128,7 +127,6 @@ def test_what_needs_all_features_between_two_layers(part: Any, stage: int, seque
     assert first_loss(part, stage, partition_config=skipped) == pytest.approx(Model(part)(batch()).item(), rel=1e-6)
 
 
-@pytest.mark.ranks(2)
 def test_a_loss_of_what_each_rank_has_a_part_of() -> None:
     """With cut sequences that is what a block inside gives, as `output_hidden_states` of Transformers."""
     model = Model(Gated)
@@ -141,7 +139,6 @@ def test_a_loss_of_what_each_rank_has_a_part_of() -> None:
     engine.destroy()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, *longer(3)])
 def test_what_reads_a_weight_itself(stage: int) -> None:
     error = said_by(lambda: first_loss(Reading, stage))

@@ -14,6 +14,7 @@ from torch import nn
 
 import zero
 
+pytestmark = pytest.mark.ranks(2)
 HEADS = 4
 
 
@@ -66,7 +67,6 @@ def specs(keys: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("keys", [HEADS, 2])
 def test_fused_weights_by_the_words_of_deepspeed(keys: int) -> None:
     json = json_of(2, 2, tensor_parallel={"partition_config": specs(keys)})
@@ -77,7 +77,6 @@ def test_fused_weights_by_the_words_of_deepspeed(keys: int) -> None:
     assert found["shapes"]["last.weight"] == (3 - dist.get_rank(), WIDTH)
 
 
-@pytest.mark.ranks(2)
 def test_what_nothing_tells_how_to_cut_is_listed() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -92,7 +91,6 @@ def test_what_nothing_tells_how_to_cut_is_listed() -> None:
     assert "no pattern matches 'first', 'second'" in said_by(lambda: zero.initialize(model=Own(), config=strict))
 
 
-@pytest.mark.ranks(2)
 def test_ranks_that_do_not_divide_what_belongs_together_are_refused_with_those_that_do() -> None:
     said = said_by(lambda: zero.initialize(model=Integers(3, 3, inner=1), config=json_of(2)))
     assert "2 ranks do not divide the features that belong together: 'blocks.0.mlp" in said and "do: 1" in said
@@ -128,7 +126,6 @@ def scaled(sums: bool, inside: bool) -> str:
     return said
 
 
-@pytest.mark.ranks(2)
 def test_megatron_7452_11_and_torchtitan_1373_gradients_of_what_is_whole_are_compared() -> None:
     """Of a weight that is repeated but fed a part they are a part of a sum."""
     assert scaled(True, True) == scaled(False, False) == "nothing"
@@ -137,7 +134,6 @@ def test_megatron_7452_11_and_torchtitan_1373_gradients_of_what_is_whole_are_com
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_batches_of_ranks_that_share_layers_are_the_same_or_are_sent() -> None:
     engine, *_ = zero.initialize(model=family("llama"), config=json_of(2))
     said = said_by(lambda: engine(**words(0, dist.get_rank())))
@@ -152,7 +148,6 @@ def test_batches_of_ranks_that_share_layers_are_the_same_or_are_sent() -> None:
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_models_that_others_have_cut_and_graphs_that_are_kept_are_refused() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
@@ -174,7 +169,6 @@ def test_models_that_others_have_cut_and_graphs_that_are_kept_are_refused() -> N
 
 
 @needs_transformers
-@pytest.mark.ranks(2)
 def test_a_style_that_divides_experts_is_refused_by_name() -> None:
     model = family("mixtral")
     model.tp_plan = {"model.layers.*.mlp.experts.down_proj": "grouped_gemm"}

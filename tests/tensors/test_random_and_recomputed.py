@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from cut_models import family, json_of, words
-from ranks import Pool
+from marks import longer
 from sharing import needs_transformers
+from states import weights_of
 from torch import nn
 
 import zero
 
+pytestmark = pytest.mark.ranks(2)
 ROWS, WIDTH = 64, 32
 
 
@@ -51,34 +54,26 @@ def everyone(values: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def masks(tp: int) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 4])
+def test_tt_metal_55947_masks_of_ranks_that_share_layers(world: int) -> None:
+    """One mask for the ranks that share layers, another one for each data rank."""
     torch.manual_seed(dist.get_rank())  # a script may seed its ranks as it likes
     model = Dropped()
-    engine, *_ = zero.initialize(model=model, config=json_of(tp, 1))
+    engine, *_ = zero.initialize(model=model, config=json_of(2, 1))
     before = None
     for _ in range(2):
         engine.backward(engine(torch.ones(ROWS, WIDTH)))
         engine.step()
         outside, parts, wholes = map(everyone, (model.seen, model.mlp.parts, model.mlp.wholes))
         for rank in range(dist.get_world_size()):
-            first = rank // tp * tp
+            first = rank // 2 * 2
             assert torch.equal(outside[rank], outside[first]) and torch.equal(wholes[rank], wholes[first])
             assert rank == first or not torch.equal(parts[rank], parts[first])
             assert first == 0 or not torch.equal(outside[first], outside[0])  # other samples, other places
         assert before is None or not torch.equal(before, outside[0])
         before = outside[0]
     engine.destroy()
-
-
-@pytest.mark.ranks(2)
-def test_masks_of_ranks_that_share_layers() -> None:
-    masks(2)
-
-
-@pytest.mark.ranks(4)
-def test_tt_metal_55947_masks_beside_data_ranks() -> None:
-    """One mask for the ranks that share layers, another one for each data rank."""
-    masks(2)
 
 
 class Between(nn.Module):
@@ -93,7 +88,6 @@ class Between(nn.Module):
         return x + self.mlp(x) * self.seen
 
 
-@pytest.mark.ranks(2)
 def test_masks_between_layers_where_each_rank_has_a_part_of_the_sequence() -> None:
     """Each rank has other tokens, and drops in other places; inside of the parts that are cut they drop alike."""
     torch.manual_seed(0)
@@ -119,30 +113,22 @@ def losses(recomputed: bool, sequences: bool, name: str, drops: dict[str, float]
         engine.backward(loss)
         engine.step()
         found.append(loss.item())
-    weights = {
-        key: zero.utils.safe_get_full_fp32_param(param).clone() for key, param in engine.module.named_parameters()
-    }
+    weights = weights_of(engine)
     engine.destroy()
     return found, weights
 
 
-def same(name: str, sequences: bool, **drops: float) -> None:
+DROPS = {"gpt2": {"resid_pdrop": 0.2, "attn_pdrop": 0.2}}
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("name", "sequences"), [("gpt2", False), *longer(*itertools.product(("llama", "qwen3"), (False, True)))]
+)
+def test_recomputed_blocks_drop_the_same_places(name: str, sequences: bool) -> None:
+    drops = DROPS.get(name, {"attention_dropout": 0.3})
     make = functools.partial(losses, sequences=sequences, name=name, drops=drops)
     (plain, weights), (again, others) = make(False), make(True)
     assert plain == pytest.approx(again, rel=1e-6)
     # Torch's own attention with dropout rounds otherwise when it is recomputed; other masks would be apart by far more.
     assert max(float((weights[key] - others[key]).abs().max()) for key in weights) <= 1e-6
-
-
-@needs_transformers
-@pytest.mark.ranks(2)
-def test_recomputed_blocks_drop_the_same_places() -> None:
-    same("gpt2", False, resid_pdrop=0.2, attn_pdrop=0.2)
-
-
-@needs_transformers
-@pytest.mark.long
-@pytest.mark.parametrize("sequences", [False, True])
-def test_also_of_other_models(pool: Pool, sequences: bool) -> None:
-    pool.run(2, same, "llama", sequences, attention_dropout=0.3)
-    pool.run(2, same, "qwen3", sequences, attention_dropout=0.3)

@@ -5,7 +5,6 @@ Nor, with `"zero": {"reduce": "tree"}`, on how many have samples of their own: l
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -13,11 +12,12 @@ import torch
 import torch.distributed as dist
 from ranks import said_by
 from sharing import needs_transformers
+from states import weights_of
+from transformer_models import tiny
 
 import zero
 from zero.core.world import world_of_one
 from zero.parallel.tensor.tree import _Blocks, _Product
-from zero.utils import safe_get_full_fp32_param
 
 PARTS, ROWS, LENGTH, VOCABULARY = 4, 2, 12, 96
 GRIDS = ((1, 1), (2, 1), (4, 1), (2, 2), (1, 4))  # tp, dp
@@ -25,22 +25,22 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, 
 LLAMA = SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 4, "max_position_embeddings": 64}
 
 
+BERT = SIZES | {"num_hidden_layers": 2, "max_position_embeddings": 64, "attention_probs_dropout_prob": 0}
+GPT2 = {"n_layer": 2, "n_embd": 64, "n_head": 8, "n_positions": 64, "vocab_size": VOCABULARY, "attn_pdrop": 0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "bert": ("BertForMaskedLM", BERT),
+    "tied": ("Qwen2ForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", LLAMA),
+    "mixtral": ("MixtralForCausalLM", LLAMA),
+}
+
+
 def build(kind: str, **more: Any) -> Any:
     """Two layers, whose widths are multiples of a vector at every tp."""
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-    import transformers as hf
-
-    torch.manual_seed(3)
-    if kind == "gpt2":
-        own = {"n_layer": 2, "n_embd": 64, "n_head": 8, "n_positions": 64, "vocab_size": VOCABULARY, "attn_pdrop": 0}
-        return hf.GPT2LMHeadModel(hf.GPT2Config(**own | more))
-    if kind == "bert":
-        own = {"num_hidden_layers": 2, "max_position_embeddings": 64, "attention_probs_dropout_prob": 0}
-        return hf.BertForMaskedLM(hf.BertConfig(**SIZES | own | more))
-    if kind == "tied":
-        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**LLAMA | {"tie_word_embeddings": True} | more))
-    name = {"qwen3": "Qwen3", "mixtral": "Mixtral"}.get(kind, "Llama")
-    return getattr(hf, f"{name}ForCausalLM")(getattr(hf, f"{name}Config")(**LLAMA | more))
+    name, own = MODELS[kind]
+    return tiny(name, 3, **own | more)
 
 
 def settings(tp: int, dp: int, precision: str = "fp32", stage: int = 1, **section: Any) -> dict[str, Any]:
@@ -75,9 +75,9 @@ def trained(kind: str, tp: int, dp: int, steps: int, how: dict[str, Any]) -> dic
             assert all(len({*every[at * tp : (at + 1) * tp]}) == 1 for at in range(dp)), "ranks along tp differ"
             losses += every[::tp]
         norms.append(float(engine.get_global_grad_norm()))
-    weights = {name: safe_get_full_fp32_param(param).clone() for name, param in engine.module.named_parameters()}
+    found = {"losses": losses, "norms": norms} | weights_of(engine)
     engine.destroy()
-    return {"losses": losses, "norms": norms} | weights
+    return found
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -110,27 +110,20 @@ def test_one_rank_and_two_end_alike_and_sums_of_their_own_order_do_not(pool):
     assert len(differences(*plain)) > 10
 
 
-@needs_transformers
-@pytest.mark.long
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_every_grid_ends_alike(pool, kind, precision):
-    alike(pool, kind, GRIDS, 20, json={"precision": precision})
-
-
-OTHERS = [
-    ("llama", {"stage": 3, "precision": "bf16"}),
-    ("llama", {"stage": 0, "precision": "autocast", "blocks": 4}),
-    ("tied", {"stage": 2}),
-    ("bert", {"precision": "bf16", "blocks": 16}),
+EVERY = [
+    *((kind, {"precision": precision}, 20) for kind in ("llama", "gpt2") for precision in ("fp32", "bf16")),
+    ("llama", {"stage": 3, "precision": "bf16"}, 5),
+    ("llama", {"stage": 0, "precision": "autocast", "blocks": 4}, 5),
+    ("tied", {"stage": 2}, 5),
+    ("bert", {"precision": "bf16", "blocks": 16}, 5),
 ]
 
 
 @needs_transformers
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "json"), OTHERS, ids=str)
-def test_every_grid_of_other_models_and_settings_ends_alike(pool, kind, json):
-    alike(pool, kind, GRIDS, 5, json=json)
+@pytest.mark.parametrize(("kind", "json", "steps"), EVERY, ids=str)
+def test_every_grid_ends_alike(pool, kind, json, steps):
+    alike(pool, kind, GRIDS, steps, json=json)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

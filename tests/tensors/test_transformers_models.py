@@ -8,16 +8,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from cut_models import family, json_of, place_of, plain, trained, words
-from ranks import Pool
+from marks import longer
 from sharing import needs_transformers
 
+import zero
 from zero.utils import safe_get_full_fp32_param
 
+pytestmark = needs_transformers
 CLOSE = 1e-6
 NAMES = ("llama", "qwen3", "gpt2", "bert", "mixtral", "deepseek_v3", "deepseek_v2", "gpt_oss")
 
 
-def equal(name: str, tp: int, stage: int, sequences: bool = False, **more: int) -> None:
+CASES = [(2, name, 2, at % 4, name in ("qwen3", "mixtral"), {}) for at, name in enumerate(NAMES)]
+BESIDE_DATA = [(4, name, 2, at, name not in ("deepseek_v2", "bert"), {}) for name in NAMES for at in range(4)]
+HEADS = {3: {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}, 4: {}}  # by the ranks
+OF_HEADS = [(tp, name, tp, 2, True, more) for name in ("llama", "qwen3", "gpt_oss") for tp, more in HEADS.items()]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world", "name", "tp", "stage", "sequences", "more"), [*CASES, *longer(*BESIDE_DATA, *OF_HEADS)]
+)
+def test_losses_gradients_and_norms_are_those_of_one_process(
+    world: int, name: str, tp: int, stage: int, sequences: bool, more: dict[str, int]
+) -> None:
+    """Alone and beside data ranks; with heads that ranks share, and parts of unequal size."""
     make = functools.partial(family, name, **more)
     dp = dist.get_world_size() // tp
     json = json_of(tp, stage, tensor_parallel={"sequence_parallel": sequences})
@@ -33,35 +48,11 @@ def equal(name: str, tp: int, stage: int, sequences: bool = False, **more: int) 
     assert found["norms"][0] == pytest.approx(squares**0.5, rel=1e-12)
 
 
-@needs_transformers
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(("name", "stage"), [(name, at % 4) for at, name in enumerate(NAMES)])
-def test_losses_gradients_and_norms_are_those_of_one_process(name: str, stage: int) -> None:
-    equal(name, 2, stage, sequences=name in ("qwen3", "mixtral"))
-
-
-@needs_transformers
-@pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("stage", range(4))
-def test_also_beside_data_ranks(pool: Pool, name: str, stage: int) -> None:
-    pool.run(4, equal, name, 2, stage, name not in ("deepseek_v2", "bert"))
-
-
-@needs_transformers
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss"])
-@pytest.mark.parametrize("tp", [3, 4])
-def test_heads_that_ranks_share_and_parts_of_unequal_size(pool: Pool, name: str, tp: int) -> None:
-    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48} if tp == 3 else {}
-    pool.run(tp, equal, name, tp, 2, True, **sizes)
-
-
-def born(name: str, stage: int, tp: int) -> None:
-    import zero
-
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "name"), [(2, "qwen3"), *longer(*((4, name) for name in NAMES))])
+def test_weights_are_born_as_those_of_one_process(world: int, name: str) -> None:
     wanted = {key: value.detach().clone() for key, value in family(name).named_parameters()}
-    json = json_of(tp, stage)
+    json = json_of(2, 3)
     with zero.Init(config_dict_or_path=json):
         model = family(name)
     held = sum(param._zero_owner.unit.shard.values.numel() for param in model.parameters())
@@ -72,20 +63,7 @@ def born(name: str, stage: int, tp: int) -> None:
         assert torch.equal(safe_get_full_fp32_param(param), wanted[key]), key
     engine.destroy()
     model = family(name, seed=dist.get_rank())  # the first rank's values count
-    engine, *_ = zero.initialize(model=model, config=json_of(tp, 1))
+    engine, *_ = zero.initialize(model=model, config=json_of(2, 1))
     for key, param in engine.module.named_parameters():
         assert torch.equal(safe_get_full_fp32_param(param), wanted[key]), key
     engine.destroy()
-
-
-@needs_transformers
-@pytest.mark.ranks(2)
-def test_weights_are_born_as_those_of_one_process() -> None:
-    born("qwen3", 3, 2)
-
-
-@needs_transformers
-@pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
-def test_every_model_is_born_so_beside_data_ranks(pool: Pool, name: str) -> None:
-    pool.run(4, born, name, 3, 2)

@@ -17,6 +17,7 @@ from ranks import said_by
 from sharing import needs_transformers
 from torch import nn
 from torch.nn import functional as F
+from transformer_models import NO_DROPOUT, tiny
 
 import zero
 from zero.core.mesh import Mesh, Meshes
@@ -70,7 +71,21 @@ WAYS = [
 ]
 
 
-def compared(stage: int, dtype: torch.dtype = torch.float32) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world", "stage", "dtype"),
+    [
+        *((2, 0, torch.float32), (2, 3, torch.float32), (2, 3, torch.bfloat16)),
+        *longer(*((3, 1, torch.float32), (4, 1, torch.float32), (4, 1, torch.bfloat16))),  # of which one has one row
+    ],
+)
+def test_megatron_7452_ce_and_torchtitan_3412_loss_of_a_head_in_unequal_parts(
+    world: int, stage: int, dtype: torch.dtype
+) -> None:
+    """It has no log(tp) in it, as one fed with gathered logits had; what slices of tokens give is no part of a sum.
+
+    In 16 bits only the gradient is rounded.
+    """
     head, tp = Head(dtype), dist.get_world_size()
     weight, bias = head.whole
     more = {"bf16": {"enabled": True}} if dtype == torch.bfloat16 else {}
@@ -103,24 +118,6 @@ def compared(stage: int, dtype: torch.dtype = torch.float32) -> None:
                 assert (grad - whole.grad).abs().max() <= error
             engine.zero_grad()
     engine.destroy()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_megatron_7452_ce_and_torchtitan_3412_loss_of_a_head_in_unequal_parts(stage: int) -> None:
-    """It has no log(tp) in it, as one fed with gathered logits had; what slices of tokens give is no part of a sum."""
-    compared(stage)
-
-
-@pytest.mark.ranks(2)
-def test_in_sixteen_bits_only_the_gradient_is_rounded() -> None:
-    compared(3, torch.bfloat16)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("world", "dtype"), [(3, torch.float32), (4, torch.float32), (4, torch.bfloat16)])
-def test_three_and_four_ranks_of_which_one_has_one_row(pool: Any, world: int, dtype: torch.dtype) -> None:
-    pool.run(world, compared, 1, dtype)
 
 
 @contextlib.contextmanager
@@ -251,12 +248,8 @@ def test_a_model_of_transformers_with_a_tiled_loss() -> None:
 
 def phi() -> Any:
     """Its head has a bias."""
-    import transformers
-
     sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0}
-    torch.manual_seed(0)
-    return transformers.PhiForCausalLM(transformers.PhiConfig(num_attention_heads=4, **sizes, **off))
+    return tiny("PhiForCausalLM", 0, **sizes, **NO_DROPOUT, num_attention_heads=4, attention_dropout=0.0)
 
 
 def llama() -> Any:

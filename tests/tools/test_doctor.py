@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import socket
 from collections import namedtuple
@@ -105,7 +104,7 @@ def test_little_room_is_a_note_and_none_a_problem(monkeypatch: pytest.MonkeyPatc
 def test_the_exit_status_says_whether_there_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, problems: tuple[str, ...]
 ) -> None:
-    facts = dataclasses.replace(gather(), problems=problems, gpus=())
+    facts = gather() | {"problems": problems, "gpus": ()}
     monkeypatch.setattr(doctor, "gather", lambda: facts)
     monkeypatch.setattr(
         doctor, "collectives", lambda backend, ranks: Finding(f"{backend} on {ranks} ranks", OK, "well")

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -59,17 +60,11 @@ def check(folder: Path, name: str) -> None:
     assert len(other.splitlines()) <= 4, other
 
 
-def test_mistakes_in_scripts(launchers: Launchers, tmp_path: Path) -> None:
-    made(launchers, tmp_path, list(SHORT))
-    for name in SHORT:
-        check(tmp_path, name)
+TABLES = {"few": SHORT, "configs": CONFIGS, "arguments": ARGUMENTS, "checkpoints": CHECKPOINTS, "use": USE}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "table", [CONFIGS, ARGUMENTS, CHECKPOINTS, USE], ids=["configs", "arguments", "checkpoints", "use"]
-)
-def test_all_mistakes_in_scripts(launchers: Launchers, tmp_path: Path, table: dict) -> None:
+@pytest.mark.parametrize("table", [SHORT, *longer(CONFIGS, ARGUMENTS, CHECKPOINTS, USE)], ids=TABLES)
+def test_mistakes_in_scripts(launchers: Launchers, tmp_path: Path, table: Iterable[str]) -> None:
     made(launchers, tmp_path, list(table))
     for name in table:
         check(tmp_path, name)

@@ -26,11 +26,11 @@ from scenario import run, same
 from torch import nn
 
 import zero
+from zero.engine.check.compare import Yardstick, judge
+from zero.engine.check.plain_engine import Step
+from zero.engine.check.recording import RunRecord
+from zero.engine.check.runs import CheckRun, RunKind
 from zero.launch.args.scripts import add_check, check_request
-from zero.tools.check.compare import Yardstick, judge
-from zero.tools.check.plain_engine import Step
-from zero.tools.check.recording import RunRecord
-from zero.tools.check.runs import CheckRun, RunKind
 
 CLIPS = "torch.nn.utils.clip_grad_norm_(p, 1)"
 FEW = {"steps": 2, "accumulations": (1,)}

@@ -1,1 +1,1 @@
-"""Names and files of DeepSpeed and Megatron."""
+"""What other systems have, on top of the engine: checkpoints of DeepSpeed, and its loader of shared sequences."""

@@ -105,11 +105,8 @@ def open_files(folder: Path) -> Files:
         raise ValueError(f"{folder} was written by DeepSpeed's BF16_Optimizer, which is not ZeRO's own; not read")
     number = states[0]["zero_stage"]
     cut = int(number.args[0] if isinstance(number, StandIn) else number) == 3
-    wanted = (
-        [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(world)]
-        if cut
-        else ["mp_rank_00_model_states.pt"]
-    )
+    ranks = [f"zero_pp_rank_{rank}_" for rank in range(world)] if cut else [""]
+    wanted = [f"{rank}mp_rank_00_model_states.pt" for rank in ranks]
     if missing := [name for name in wanted if name not in names]:
         raise Damaged(f"{folder}: {', '.join(missing)} missing")
     return Files(folder, [load(folder / name) for name in wanted], states, cut)
@@ -126,9 +123,8 @@ def _only_zero(folder: Path, names: Sequence[str]) -> None:
     if parallel:
         raise ValueError(f"{folder} has {parallel[0]}: checkpoints of tensor parallelism are not read yet")
     if not any(map(_OPTIM.fullmatch, names)):
-        raise ValueError(
-            f"{folder} has no files zero_pp_rank_*_optim_states.pt, so it is no checkpoint of ZeRO 1, 2 or 3"
-        )
+        why = "so it is no checkpoint of ZeRO 1, 2 or 3"
+        raise ValueError(f"{folder} has no files zero_pp_rank_*_optim_states.pt, {why}")
 
 
 def slices(files: Files) -> dict[str, list[Slice]]:

@@ -139,8 +139,7 @@ def _masters(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[
         dtypes = {NAMES[files.master(one.rank, one.flat).dtype] for one in some}
         if dtypes - {known[name]["dtype"]}:  # else the weight is exact
             shape = known[name]["shape"]
-            values = _lazy(shape, torch.float32, some, files.master)
-            chunks.append(TensorChunk("master", name, 0, shape, values))
+            chunks.append(TensorChunk("master", name, 0, shape, _lazy(shape, torch.float32, some, files.master)))
     return chunks
 
 
@@ -155,15 +154,13 @@ def _moments(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[
             first = files.moment(key, some[0].rank, some[0].flat)
             dtype = first.dtype if first.dtype == torch.bfloat16 else torch.float32
             shape = known[name]["shape"]
-            values = _lazy(shape, dtype, some, partial(files.moment, key))
-            chunks.append(TensorChunk(key, name, 0, shape, values))
+            chunks.append(TensorChunk(key, name, 0, shape, _lazy(shape, dtype, some, partial(files.moment, key))))
     return chunks
 
 
 def _wide(files: Files, one: Slice) -> list[str]:
     """The states with an element per parameter."""
-    length = files.masters(one.rank)[one.flat].numel()
-    state = files.state(one.rank, one.flat)
+    length, state = files.masters(one.rank)[one.flat].numel(), files.state(one.rank, one.flat)
     wide = {key: value.numel() for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
     for key, numel in wide.items():
         if numel < length:
@@ -212,12 +209,9 @@ def _dtype(files: Files, name: str) -> torch.dtype:
 
 def _tied(files: Files, known: Mapping[str, Any]) -> dict[str, str]:
     """Other names -> the name that a parameter is stored by, whichever of them DeepSpeed stored it by."""
-    tied = {}
-    for other, name in (files.model.get("shared_params") or {}).items():
-        stored, alias = (name, other) if name in known else (other, name)
-        if stored in known and alias not in known:
-            tied[alias] = stored
-    return tied
+    pairs = (files.model.get("shared_params") or {}).items()
+    found = ((name, other) if name in known else (other, name) for other, name in pairs)
+    return {alias: stored for stored, alias in found if stored in known and alias not in known}
 
 
 def _shared(files: Files) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 from torch.utils.data import IterableDataset
 
-from zero.compat.mpu import GridGroups, groups
 from zero.core.agree import agree
 from zero.core.comm import exchange
 from zero.core.p2p import messages_device
 from zero.core.world import axis_of, local_device
+from zero.parallel.grid_groups import GridGroups, groups
 from zero.parallel.huggingface import NAME
 from zero.parallel.shared import IGNORED
 
@@ -46,7 +46,7 @@ class UlyssesSPAttentionHF:
             raise ValueError(f"got a model with the loss '{loss}'; its labels would become those of next tokens")
         mpu = groups({"sp": sequence_parallel_size})
         mpu.disable_in_eval = disable_in_eval
-        mpu.get_sequence_parallel_group()  # made by all ranks, which are all here
+        mpu._group("cp")  # made by all ranks, which are all here
         return mpu
 
 

@@ -16,11 +16,12 @@ from zero.config.file import Config, File
 from zero.config.grid_sizes import NOTHING_TOLD, Told, grid_of
 from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.config.override import override
-from zero.config.read import read
+from zero.config.read import Source, read
 from zero.config.unavailable import lookup
 from zero.config.walk import Walk, problem_line
 from zero.plan.grid import DATA
 
+_FILLED_IN = "which is for Accelerate or Transformers to fill in before this is called"
 _NOT_AVAILABLE = {"amsgrad": "AMSGrad is not available", "eps_inside_sqrt": "eps is added to the root"}
 
 
@@ -58,7 +59,8 @@ def load(
     for name, check in checks.items():
         if (section := getattr(file, name)) is not None and name not in stand_ins:
             errors += check(section.type, section.params)
-    errors += _autos(walk.autos, stand_ins) if filled else []
+    autos = [dotted(path) for path in walk.autos if filled and path[0] not in (TRAIN, MICRO, STEPS, *stand_ins)]
+    errors += [f"{path}: got 'auto', {_FILLED_IN}; write a value" for path in autos]
     batch = None
     if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):
         train, micro, steps = (getattr(file, name) for name in (TRAIN, MICRO, STEPS))
@@ -89,9 +91,7 @@ def load(
 def problems(file: str | None, sets: Sequence[str]) -> list[str]:
     """Errors in a file, and in what `--set` puts in place of its values, as far as no number of ranks decides."""
     try:
-        source = read({} if file is None else file)
-        for text in sets:
-            override(source.values, text)
+        source = _with_sets(file, sets)
     except ValueError as error:
         return str(error).splitlines()
     walk = Walk()
@@ -104,18 +104,21 @@ def group_lines(file: str | None, sets: Sequence[str], hosts: Sequence[int]) -> 
 
     Behind them is a warning where layers are cut over several hosts. Raises ConfigError for sizes that do not fit.
     """
-    source = read({} if file is None else file)
-    for text in sets:
-        override(source.values, text)
-    grid, errors = grid_of(Walk().section(source.values, File), sum(hosts), NOTHING_TOLD)
+    grid, errors = grid_of(Walk().section(_with_sets(file, sets).values, File), sum(hosts), NOTHING_TOLD)
     if errors:
         raise ConfigError(errors)
     return [f"# {line}" for line in [*grid.text(), *(f"warning: {line}" for line in grid.crossing(hosts))]]
 
 
+def _with_sets(file: str | None, sets: Sequence[str]) -> Source:
+    source = read({} if file is None else file)
+    for text in sets:
+        override(source.values, text)
+    return source
+
+
 def _optimizer(file: File) -> list[str]:
-    section = file.optimizer
-    if section is None:
+    if (section := file.optimizer) is None:
         return []
     return optimizer_problems(section.type, section.params, file.bf16.enabled, ("optimizer", "params"))
 
@@ -153,13 +156,3 @@ def optimizer_problems(kind: str, params: Mapping[str, Any], bf16: bool, at: tup
             "whose upper half is the bf16 parameter; use 'fp32'"
         )
     return lines
-
-
-def _autos(paths: Sequence[tuple], stand_ins: Collection[str]) -> list[str]:
-    """A line for each "auto" whose value cannot be derived."""
-    return [
-        f"{dotted(path)}: got 'auto', which is for Accelerate or Transformers to fill in before this is called; "
-        "write a value"
-        for path in paths
-        if path[0] not in (TRAIN, MICRO, STEPS, *stand_ins)
-    ]

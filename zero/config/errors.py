@@ -1,6 +1,5 @@
-"""The error that lists everything that is wrong with a config, and how it shows values and near misses."""
+"""The error that lists everything that is wrong with a config, and how it shows values and paths."""
 
-import difflib
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -34,20 +33,6 @@ def show(value: Any) -> str:
         except (TypeError, ValueError):
             text = repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 4] + " ..."
-
-
-def nearest(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that `key` was most likely meant to be, or None; `cutoff` is how alike they must be, up to 1."""
-    names = sorted(known)
-    lowered = {name.lower(): name for name in reversed(names)}
-    matches = difflib.get_close_matches(key.lower(), lowered, n=1, cutoff=cutoff)
-    return lowered[matches[0]] if matches else None
-
-
-def did_you_mean(key: str, known: Iterable[str]) -> str:
-    """The end of a sentence about the unknown name `key`: the most likely known name, or a full stop."""
-    near = nearest(key, known)
-    return f"; did you mean '{near}'?" if near else "."
 
 
 def dotted(path: Iterable[Any]) -> str:

@@ -1,12 +1,10 @@
 """A config file as a whole, the checked `Config` made from it, and every key of it: its path, and its other names."""
 
-import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import Field
 
-from zero.config.errors import dotted, nearest
 from zero.config.monitor_sections import Comet, CommsLogger, Csv, FlopsProfiler, TensorBoard, Wandb
 from zero.config.pipeline import Pipeline
 from zero.config.sections import (
@@ -30,9 +28,6 @@ _ONLY_DATA = "is not there yet: ranks share out data and sequences only; leave i
 _NOT_FOR_YOU = "is not there yet: experts are not placed for you; leave out all but the number of ranks"
 _NO_GRAPHS = "engine.compile(compile_kwargs={'mode': 'reduce-overhead'}) makes CUDA graphs, where there are any"
 _NOT_ENABLED = Unavailable(NOT_AVAILABLE.message, on=enabled)
-# Sections that decide over numbers and memory: what was meant for them must not be ignored.
-_DECISIVE = ("zero_optimization", "zero", "fp16", "bf16", "data_types", "torch_autocast", "activation_checkpointing")
-_SAME = 0.86  # alike enough for a slip: finds gradient_clip, and leaves out tensor_parallel_size, which is of others
 
 
 class File(Section):
@@ -47,23 +42,15 @@ class File(Section):
     gradient_accumulation_steps: Positive | None = None
     """Forward and backward passes per optimizer step."""
     optimizer: Optimizer | None = None
-    """The optimizer that the engine builds."""
     scheduler: Scheduler | None = None
-    """The learning rate schedule that the engine builds."""
     gradient_clipping: NotNegative = 1.0
     """The largest norm of all gradients together; 0 switches clipping off."""
     fp16: Fp16 = absent(Fp16)
-    """Half precision with loss scaling."""
     bf16: Bf16 = absent(Bf16)
-    """Brain floats."""
     zero_optimization: ZeroOptimization = absent(ZeroOptimization)
-    """What is sharded over the ranks."""
     zero: Zero = absent(Zero)
-    """The keys that DeepSpeed does not have."""
     data_types: DataTypes = absent(DataTypes)
-    """Dtypes that follow from the precision unless they are given here."""
     torch_autocast: TorchAutocast = absent(TorchAutocast)
-    """torch.autocast around the forward pass."""
 
     steps_per_print: Steps = 10
     """Optimizer steps between two progress lines; inf prints none."""
@@ -109,29 +96,19 @@ class File(Section):
     activation_checkpointing: ActivationCheckpointing = absent(ActivationCheckpointing)
     """Recomputing activations in the backward pass."""
     aio: Aio = absent(Aio)
-    """Asynchronous file access."""
     checkpoint: Checkpoint = absent(Checkpoint)
-    """Saving and loading."""
     tensorboard: TensorBoard = absent(TensorBoard)
-    """Values of each step as files for TensorBoard."""
     wandb: Wandb = absent(Wandb)
-    """Values of each step for Weights & Biases."""
     csv_monitor: Csv = absent(Csv)
-    """Values of each step as CSV files."""
     comet: Comet = absent(Comet)
-    """Values of each step for Comet."""
     comms_logger: CommsLogger = absent(CommsLogger)
-    """Messages between ranks, as a table."""
     flops_profiler: FlopsProfiler = absent(FlopsProfiler)
-    """FLOPs, parameters and time of the model's modules in one step, and MFU."""
     timers: Annotated[Settings, Idle("not used yet")]
 
     amp: Annotated[Settings, Unavailable("apex amp is not available; use bf16", on=enabled)]
     msamp: Annotated[Settings, Unavailable("MS-AMP is not available; use bf16", on=enabled)]
     pipeline: Pipeline = absent(Pipeline)
-    """Layers divided among ranks."""
     tensor_parallel: TensorParallel = absent(TensorParallel)
-    """Layers cut over neighbouring ranks."""
     expert_parallel: Annotated[Settings, Unavailable(_NOT_FOR_YOU, on=beyond("enabled", "autoep_size", "ep_size"))]
     """`autoep_size`: ranks that experts are divided among, where a script says how by `zero.set_cut`; anything else in
     an enabled section is an error."""
@@ -247,55 +224,3 @@ def sections(model: type[Section] = File, path: tuple[str, ...] = ()) -> dict[tu
         if inner is not None:
             by_path |= sections(inner, (*path, name))
     return by_path
-
-
-def names(model: type[Section]) -> list[str]:
-    """The keys of a section: its fields, and the other names they go by."""
-    return [*model.model_fields, *model.ALIASES]
-
-
-@functools.cache
-def _homes() -> dict[str, list[tuple[str, ...]]]:
-    homes: dict[str, list[tuple[str, ...]]] = {}
-    for path, model in sections().items():
-        for name in names(model):
-            homes.setdefault(name, []).append(path)
-    return homes
-
-
-def slip(key: str, value: Any) -> str | None:
-    """What was meant by an unknown top-level key, as the end of a sentence; None where it is another program's.
-
-    An object need resemble the name of a section less, if it has a key of that. Names with dots are TRL's.
-    """
-    ours = {*names(File)}.union(*(names(_top_section(name)) for name in _DECISIVE))
-    near = nearest(key, ours, _SAME if len(key) > 4 else 1.0) or ""
-    homes = [] if "." in key else _homes().get(near, [])
-    if () in homes:
-        return f"; did you mean {near!r}?"
-    if len(homes) == 1:
-        at = dotted(homes[0])
-        return f"; it belongs in {at!r}" if near == key else f"; did you mean {near!r} in {at!r}?"
-    for name in (*_DECISIVE, "bfloat16", "optimizer", "scheduler") if isinstance(value, Mapping) else ():
-        if nearest(key, [name]) and not {*names(_top_section(name))}.isdisjoint(value):
-            return f"; did you mean {name!r}?"
-    return None
-
-
-def _top_section(name: str) -> type[Section]:
-    return section_of(File.model_fields[File.ALIASES.get(name, name)].annotation)
-
-
-def hint(key: str, model: type[Section]) -> str:
-    """The key that the user may have meant by the unknown `key` inside `model`, as the end of a sentence."""
-    homes = _homes().get(key, [])
-    if homes == [()] and "enabled" in model.model_fields and _top_section(key) is model:
-        return "; did you mean 'enabled'?"
-    if len(homes) == 1:
-        return f"; it belongs in {dotted(homes[0])!r}" if homes[0] else "; it belongs at the top level"
-    near = nearest(key, names(model))
-    if near is not None:
-        return f"; did you mean {near!r}?"
-    if len(model.model_fields) <= 12:
-        return f"; known keys: {', '.join(model.model_fields)}"
-    return "; `zero schema` lists the known keys"

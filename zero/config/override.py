@@ -15,9 +15,8 @@ def override(values: MutableMapping[str, Any], text: str) -> str:
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        raise ValueError(
-            f"--set: got {text!r}, wanted KEY=VALUE with dots in the key, such as zero_optimization.stage=3"
-        )
+        wanted = "KEY=VALUE with dots in the key, such as zero_optimization.stage=3"
+        raise ValueError(f"--set: got {text!r}, wanted {wanted}")
     for count, key in enumerate(keys[:-1], 1):
         values = values.setdefault(key, {})
         if not isinstance(values, MutableMapping):

@@ -59,8 +59,7 @@ def read(source: str | os.PathLike | Mapping) -> Source:
 
 
 def _text(source: str) -> str:
-    path = Path(source)
-    if not path.exists():
+    if not (path := Path(source)).exists():
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise ConfigError([f"config: there is no file {source!r}{where}; wanted {EXPECTED}"])
     try:

@@ -3,17 +3,17 @@
 import ast
 import inspect
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from zero.config.file import File, sections
+from zero.config.file import File, section_of, sections
+from zero.config.instead import OLD
 from zero.config.optimizers import ARGUMENTS
 from zero.config.unavailable import Idle, Unavailable, enabled, given
 from zero.config.values import Section
 
 Shape = dict[str, Any]  # a JSON Schema, or a part of one
-_OLD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
 def json_schema(others: Mapping[str, Mapping[str, Shape]] = MappingProxyType({})) -> Shape:
@@ -31,7 +31,7 @@ def json_schema(others: Mapping[str, Mapping[str, Shape]] = MappingProxyType({})
     _say_params(schema["$defs"]["Optimizer"], ours, others.get("optimizer", {}))
     _say_params(schema["$defs"]["Scheduler"], {}, others.get("scheduler", {}))
     schema["properties"]["$schema"] = {"type": "string", "description": "Where an editor finds this schema."}
-    for old, new in _OLD.items():
+    for old, new in OLD.items():
         about = {"description": f"Old; write {new}.device.", "deprecated": True}
         schema["$defs"]["ZeroOptimization"]["properties"][old] = or_auto({"type": "boolean", **about})
     # Most unknown top-level keys are only a warning: other programs keep theirs in the same file.
@@ -43,19 +43,14 @@ def _complete(shape: Shape, model: type[Section]) -> None:
     """Add to a section's schema what pydantic does not know: descriptions, "auto", and other names."""
     properties, texts = shape["properties"], descriptions(model)
     for name, field in properties.items():
-        _switch_off(field, model.model_fields[name].metadata)
+        for mark in model.model_fields[name].metadata:  # what is not available has the value that switches it off
+            if isinstance(mark, Unavailable) and (mark.on is enabled or mark.at == "enabled"):
+                field["properties"] = {"enabled": or_auto({"const": False})}
+            elif isinstance(mark, Unavailable) and mark.on is given and field.get("type") == "boolean":
+                field["const"] = False
         properties[name] = or_auto({"description": texts[name], **field})
     for alias, name in model.ALIASES.items():
         properties[alias] = {**properties[name], "description": f"Another name of {name}."}
-
-
-def _switch_off(shape: Shape, marks: Iterable[Any]) -> None:
-    """Allow unavailable keys only with the value that switches them off."""
-    for mark in marks:
-        if isinstance(mark, Unavailable) and (mark.on is enabled or mark.at == "enabled"):
-            shape["properties"] = {"enabled": or_auto({"const": False})}
-        elif isinstance(mark, Unavailable) and mark.on is given and shape.get("type") == "boolean":
-            shape["const"] = False
 
 
 def _arguments(known: dict[str, Shape]) -> dict[str, Shape]:
@@ -88,16 +83,17 @@ def _say_params(section: Shape, ours: Mapping[str, Shape], others: Mapping[str, 
 
 
 def descriptions(model: type[Section]) -> dict[str, str]:
-    """The description of each field: the string that follows it in the source, or its mark's.
+    """The description of each field: the string that follows it in the source, its mark's or its section's.
 
     Pydantic would read the sources when the classes are made, which would slow down every import.
     """
-    texts = {
-        name: mark.description
-        for name, field in model.model_fields.items()
-        for mark in field.metadata
-        if isinstance(mark, Unavailable | Idle)
-    }
+    texts = {}
+    for name, field in model.model_fields.items():
+        if (section := section_of(field.annotation)) is not None:
+            texts[name] = inspect.getdoc(section)
+        for mark in field.metadata:
+            if isinstance(mark, Unavailable | Idle):
+                texts[name] = mark.description
     for home in reversed(model.__mro__[: model.__mro__.index(Section)]):
         (body,) = ast.parse(inspect.getsource(home)).body
         for field, text in itertools.pairwise(body.body):

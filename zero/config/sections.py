@@ -226,7 +226,6 @@ class Zero(Section):
     """What the gradient of a step is the mean over: "micro_batches", each of one weight, or "tokens", all that count on
     all ranks and in all micro-batches, as engine.backward(loss, tokens=n) tells."""
     context: Context = absent(Context)
-    """How attention works on a sequence that ranks share."""
     drop_last_window: Bool = False
     """Drop the gradients of a step that the end of a pass over the training data leaves incomplete."""
     timeout: Seconds = TIMEOUT
@@ -239,18 +238,14 @@ class Zero(Section):
     plan: Bool = False
     """After the third step, compare the memory of each kind with the estimate, and say what differs and why."""
     recompute: Recompute = absent(Recompute)
-    """Modules whose activations are computed again in the backward pass and not kept."""
     checkpoint: Saving = absent(Saving)
-    """How `save_checkpoint` saves, and what it keeps."""
     report: str | None = None
     """A folder to which every rank writes what it does during the run. If another engine is writing to it, a folder
     beside it (DIR-2); see docs/monitors.md."""
     unit_norms: Every = False
     """The norms of each unit's gradient, parameters and update: true for each step, or every n steps."""
     alarm: Alarm = absent(Alarm)
-    """The reaction to a step whose loss or norm stands out."""
     track_updates: Bool = False
     """Mark the values that each step changes from the start, for engine.weight_updates(); false marks from its first
     call on."""
     profile: Profile = absent(Profile)
-    """Steps that torch's profiler traces."""

@@ -75,7 +75,6 @@ class TensorParallel(Section):
     autotp_size: Count = 0
     """Ranks that layers are cut over; 0 and 1 for none."""
     tp: Ranks = absent(Ranks)
-    """DeepSpeed's other place for the number of ranks."""
     sequence_parallel: Bool = False
     """Between the layers that are cut, each rank has a part of the sequence (Megatron's)."""
     broadcast_batch: Bool = False

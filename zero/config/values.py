@@ -108,10 +108,6 @@ def choice(*names: str) -> Any:
     return _word({name: name for name in names})
 
 
-def _one_or_more(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def _nbytes(value: Any) -> Any:
     wanted = "a number of bytes above 0, such as 1073741824 or '1 GiB'"
     if isinstance(value, str):
@@ -136,7 +132,8 @@ def _infinite(value: float) -> float:
 
 
 Bool = _kind(Annotated[bool, _never(str)], "true or false")
-Texts = _kind(Annotated[list[str], BeforeValidator(_one_or_more)], "a list of strings")
+_one_or_more = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+Texts = _kind(Annotated[list[str], _one_or_more], "a list of strings")
 Settings: TypeAlias = Annotated[dict, Field(default_factory=dict)]  # whose keys are not checked here
 _Beta = Annotated[float, Field(ge=0, lt=1), _never(bool, str)]
 Betas = _kind(tuple[_Beta, _Beta], "a list of two numbers in [0, 1)")

@@ -8,7 +8,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from zero.config.errors import dotted, show
-from zero.config.file import File, hint, section_of, slip
+from zero.config.file import File, section_of
+from zero.config.instead import OLD, hint, slip
 from zero.config.unavailable import Idle, Unavailable, lookup
 from zero.config.values import WANTED, Section
 from zero.config.zero_section import ZeroOptimization
@@ -62,7 +63,9 @@ class Walk:
                 continue
             written[name] = key
             if _is_auto(value) and not _says_auto(field):
-                if not _moves_only(field, name):
+                # What affects at most when parameters move has a default that gives the same numbers.
+                idle = field is not None and any(isinstance(mark, Idle) for mark in field.metadata)
+                if field is None or not (idle or name.startswith("stage3_")):
                     self.autos.append(here)
             elif value is not None or not _is_nothing(field):
                 inner = section_of(field.annotation) if field is not None else None
@@ -117,7 +120,7 @@ class Walk:
         if not isinstance(values, Mapping):
             return values
         values = dict(values)
-        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        for old, new in OLD.items():
             on = values.pop(old, None)
             if on is None:
                 continue
@@ -158,11 +161,6 @@ def _says_auto(field: FieldInfo | None) -> bool:
     """Whether "auto" is one of the key's own values, not a placeholder for another program."""
     words = field.json_schema_extra if field is not None and isinstance(field.json_schema_extra, dict) else {}
     return "auto" in (*words.get("enum", ()), *words.get("examples", ()))
-
-
-def _moves_only(field: FieldInfo | None, name: Any) -> bool:
-    """Whether a key affects at most when parameters move, so that its default gives the same numbers."""
-    return field is not None and (name.startswith("stage3_") or any(isinstance(mark, Idle) for mark in field.metadata))
 
 
 def _is_nothing(field: FieldInfo | None) -> bool:

@@ -1,8 +1,7 @@
 """The section `zero_optimization`: what is sharded, where it is stored and how it is communicated."""
 
 import sys
-from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 
@@ -81,7 +80,6 @@ class OffloadOptimizer(Section):
     super_offload: Annotated[Bool, NOT_AVAILABLE] = False
     cpuadam_cores_perc: Annotated[Fraction, NOTHING_TO_SET] = 0.8
     zero: StateUpdate = absent(StateUpdate)
-    """How that state is updated."""
 
 
 class LeafModule(Section):
@@ -98,29 +96,10 @@ class LeafModule(Section):
 class ZeroOptimization(Section):
     """What is sharded over the ranks, and DeepSpeed's settings for its communication."""
 
-    ALIASES: ClassVar[Mapping[str, str]] = {
-        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"
-    } | {
-        name.removeprefix("stage3_"): name
-        for name in (
-            "stage3_prefetch_bucket_size",
-            "stage3_param_persistence_threshold",
-            "stage3_model_persistence_threshold",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_gather_16bit_weights_on_model_save",
-            "stage3_module_granularity_threshold",
-            "stage3_use_all_reduce_for_fetch_params",
-            "stage3_allgather_sequential",
-        )
-    }
-
     stage: integer(0, 3) = 0
     """0 replicates everything; 1 shards the optimizer state, 2 also the gradients, 3 also the parameters."""
     offload_param: OffloadParam = absent(OffloadParam)
-    """Where the parameter shards of stage 3 are stored."""
     offload_optimizer: OffloadOptimizer = absent(OffloadOptimizer)
-    """Where the optimizer state is stored, and which device computes the step."""
     stage3_gather_16bit_weights_on_model_save: Bool = False
     """Gather whole weights when a 16-bit model is saved from stage 3."""
 
@@ -160,7 +139,6 @@ class ZeroOptimization(Section):
     log_trace_cache_warnings: Annotated[Bool, NOTHING_TO_SET] = False
     enable_sanity_checks: Annotated[Bool, ALWAYS_ON] = False
     leaf_module: LeafModule = absent(LeafModule)
-    """Modules that are gathered all at once."""
 
     zero_hpz_partition_size: Positive = 1
     """ZeRO++'s hpZ: ranks that together hold a second copy of the parameters at stage 3, as many as one machine has;
@@ -179,3 +157,9 @@ class ZeroOptimization(Section):
     cpu_offload_use_pin_memory: Annotated[Bool, Idle("it is old; the section of the offload has pin_memory")] = False
     save_muon_momentum_buffer_in_memory: Annotated[Bool, NOT_AVAILABLE] = False
     zenflow: Annotated[dict | None, Unavailable("ZenFlow is not available; leave it out")] = None
+
+
+ZeroOptimization.ALIASES = {
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    **{name.removeprefix("stage3_"): name for name in ZeroOptimization.model_fields if name.startswith("stage3_")},
+}

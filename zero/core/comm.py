@@ -28,7 +28,7 @@ from zero.watchdog.rank_status import Collective
 
 # Elements per message of a reduction: the sum of one piece overlaps the arrival of the next. Smaller messages cost more
 # than that saves: while the loop sends one, gloo's thread spins on the lock of the pair.
-PIECE = 64_000 * WIRE_RECORD  # where elements have 8 bits: bytes, of whole records
+PIECE = 64_000 * WIRE_RECORD  # where elements have 8 bits: bytes, of whole groups of blocks (zero/kernels/wire.py)
 
 # torch 2.13 renamed both and warns on the old names; older releases have only those.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

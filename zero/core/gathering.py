@@ -152,15 +152,16 @@ class SecondaryGathering(Gathering):
 
 
 class Decoding(NamedTuple):
-    """A gather of 8 bits in flight, and the full buffer that it is decoded into."""
+    """A gather of 8 bits in flight, a part from each rank, and the full buffer that it is decoded into."""
 
     transfer: Transfer
     full: torch.Tensor
+    parts: int
 
     def wait(self) -> None:
         """See `Transfer.wait`."""
         self.transfer.wait()
-        decode(self.transfer.full, self.full)
+        decode(self.transfer.full, self.full, self.parts)
 
 
 class QuantizedGathering(Gathering):
@@ -193,12 +194,12 @@ class QuantizedGathering(Gathering):
 
     def begin(self, room: torch.Tensor) -> Decoding:
         """See `Gathering.begin`."""
+        axis = self._mesh.shard
         if self._secondary is not None:
             self.publish()
-            return Decoding(self._secondary.gather(room, self._tag), self._buffer.full)
-        axis = self._mesh.shard
+            return Decoding(self._secondary.gather(room, self._tag), self._buffer.full, axis.size)
         room.chunk(axis.size)[axis.rank].copy_(self._message)
-        return Decoding(comm.gather(room, axis, self._tag), self._buffer.full)
+        return Decoding(comm.gather(room, axis, self._tag), self._buffer.full, axis.size)
 
     def changed(self) -> None:
         """See `Gathering.changed`."""

@@ -86,7 +86,7 @@ class Gradients:
     def quantize(self) -> None:
         """From now on 8 bits travel along the shard axis, where there is one."""
         if self._mesh.shard.size > 1:
-            self.feedback = ErrorFeedback(self.plan.layout.numel, self._device)
+            self.feedback = ErrorFeedback(self.plan.layout.numel, self._mesh.shard.size, self._device)
 
     @property
     def shard(self) -> torch.Tensor | None:

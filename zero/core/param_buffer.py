@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from zero.compat.bitsandbytes import Int8
+from zero.core.quantized_params import Int8
 from zero.core.released import Released, absent, released_class
 from zero.core.torch_private import (
     set_versions,

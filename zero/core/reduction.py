@@ -19,7 +19,7 @@ from zero.core.accumulator import DeviceAccumulator
 from zero.core.comm import Inbox, Transfer
 from zero.core.mesh import Mesh
 from zero.core.world import Axis
-from zero.kernels.wire import decode, encode, sum_messages
+from zero.kernels.wire import encode
 from zero.memory.host_gradients import HostGradAccumulator
 from zero.plan.formats import wire_nbytes
 
@@ -172,17 +172,14 @@ class ErrorFeedback:
     ranks (zero/kernels/wire.py) are decoded and added in fp32, in the order of ranks.
     """
 
-    def __init__(self, numel: int, device: torch.device) -> None:
+    def __init__(self, numel: int, parts: int, device: torch.device) -> None:
+        """`parts`: ranks that each get an equal part of a message."""
+        self._parts = parts
         self._error = torch.zeros(wire_nbytes(numel), dtype=torch.uint8, device=device)  # which reads as zeros
 
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
         """The message of `flat` [n], of any floating dtype, and of the error that is left."""
-        values = flat.to(torch.float32, copy=True)
-        sum_messages([self._error], values, True)
-        message = encode(values)
-        values -= decode(message, torch.empty_like(values))
-        encode(values.nan_to_num_(0.0, 0.0, 0.0), self._error)
-        return message
+        return encode(flat, parts=self._parts, error=self._error)
 
     def forget(self) -> None:
         """The last gradient came to nothing."""

@@ -71,12 +71,15 @@ class Shard:
     def fill(self) -> None:
         """Start to copy the shard, from wherever it rests, to its place in the full buffer, on the current stream."""
         placement = self.placement
+        resting = None if placement.shard_store.resident else placement.shard_store
         with self._span("copy", placement.shard_offloaded):
-            with self._span("wait read", not placement.shard_store.resident):
-                placement.shard_store.acquire()
+            if resting is not None:
+                with self._span("wait read", True):
+                    resting.acquire()
             self.own_part().copy_(self.values, non_blocking=True)
             self._filled = record_event(self._buffer.full.device)
-            placement.shard_store.write_back(changed=False, after=self._filled)
+            if resting is not None:  # its memory is used again: not before the copy, which is only queued, has ended
+                resting.write_back(changed=False, after=self._filled)
 
     def wait_filled(self) -> None:
         """Have the current stream wait for that copy."""

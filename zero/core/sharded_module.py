@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.compat.bitsandbytes import footprint, format_of, prepare
 from zero.config import Config
 from zero.config.zero_section import ZeroOptimization
 from zero.core import comm
@@ -27,6 +26,7 @@ from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
 from zero.core.offload import Offload, is_enabled, placed, unplaced
 from zero.core.owner import axes_of, cut_of, owner_of
 from zero.core.prefetcher import ParamPrefetcher, in_backward
+from zero.core.quantized_params import footprint, format_of, prepare
 from zero.core.ratio import choose_ratio
 from zero.core.reducer import Reducer
 from zero.core.streaming import is_streamed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -243,17 +244,12 @@ class Loader:
         if isinstance(self._source, TokenBatchSampler) and self._source.is_over(at):
             at = self._partition.begin(at.epoch + 1)
         # The last batch may have been yielded before the loop asked for one more and so ended the pass.
-        if isinstance(self._source, RankBatchSampler) and at.seen[0] and self._left(at) <= 0:
-            at = self._partition.begin(at.epoch + 1)
+        if isinstance(self._source, RankBatchSampler) and at.seen[0]:
+            with contextlib.suppress(TypeError):  # of a sampler that does not know its length
+                at = at if self._source.left(at.start[0]) > at.batches else self._partition.begin(at.epoch + 1)
         self._here = self._next = at
         self._sampler_epoch = getattr(self.sampler, "epoch", None)
         self._loads += 1
-
-    def _left(self, at: Position) -> float:
-        try:
-            return self._source.left(at.start[0]) - at.batches
-        except TypeError:
-            return float("inf")  # the sampler does not know its length
 
 
 def _check(dataset: Any, batch_size: Any, collate_fn: Any, sampled: bool) -> None:

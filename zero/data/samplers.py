@@ -35,7 +35,7 @@ class RankSampler(DistributedSampler):
         return self.left(0)
 
     def left(self, start: int) -> int:
-        """How many samples each rank gets from `start` on."""
+        """The number of samples that each rank gets from `start` on."""
         return self._steps(start) * self.size * self.together // self.num_replicas
 
     def _steps(self, start: int) -> int:
@@ -79,7 +79,7 @@ class RankBatchSampler(Sampler):
         return self.left(0)
 
     def left(self, start: int) -> int:
-        """How many batches each rank gets from `start` on; TypeError if the user's sampler does not know."""
+        """The number of batches that each rank gets from `start` on; TypeError if the user's sampler does not know."""
         samples = self.sampler.left(start) if self._shared else max(0, len(self.sampler) - start)
         return samples // self._size if self._drop_last else -(-samples // self._size)
 
@@ -99,10 +99,7 @@ class RankBatchSampler(Sampler):
 
 
 class SeededDataset(Dataset):
-    """A dataset whose samples draw, in a worker, the random numbers of their batch's seed.
-
-    A worker's own random numbers would depend on its earlier reads, and so on where the pass was resumed.
-    """
+    """A dataset whose samples draw, in a worker, the random numbers of their batch's seed, wherever a pass resumed."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -149,7 +146,7 @@ class RankIterable(IterableDataset):
                 yield from step[index * self.size : (index + 1) * self.size]
 
     def count(self) -> int:
-        """How many items this rank gets in a whole pass; TypeError if the dataset does not know its length."""
+        """The number of items of this rank in a whole pass; TypeError if the dataset does not know its length."""
         return len(self.dataset) // (self.size * self.together) * self.size * self.together // self.world_size
 
 

@@ -41,7 +41,7 @@ def random_split(dataset: Dataset[T], lengths: Sequence[int | float], seed: int 
 
 
 def digest_of_split(dataset: object) -> str:
-    """What tells one `Subset` from another; empty for other datasets."""
+    """A digest that tells one `Subset` from another; empty for other datasets."""
     parts = []
     while isinstance(dataset, Subset):
         parts.append(hashlib.blake2b(repr(list(dataset.indices)).encode(), digest_size=16).hexdigest())

@@ -218,7 +218,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         return at.start[0] > 0 and next(self.plan(at.epoch, at.start[0]), None) is None
 
     def partition_of(self, dataset: Any, rank: int, world_size: int) -> Partition:
-        """How passes are divided; ValueError unless the lengths are of this dataset, and the batches of this rank."""
+        """The partition of passes; ValueError unless the lengths are of this dataset, and the batches of this rank."""
         if (self.rank, self.world_size) != (rank, world_size):
             raise ValueError(
                 f"TokenBatchSampler: got rank {self.rank} of {self.world_size}, and a loader of rank {rank} of "

@@ -30,7 +30,7 @@ class Block(enum.Enum):
 
 
 class Running(enum.Enum):
-    """How far the running micro-batch is. TOLD: its boundary was set by hand since its first forward."""
+    """The progress of the running micro-batch. TOLD: its boundary was set by hand since its first forward."""
 
     NEW = "no forward has begun"
     BEGUN = "a forward has begun"
@@ -62,7 +62,7 @@ class Accumulation:
         self._optimizer = optimizer
         self._status = status
         ended = weakref.WeakMethod(self._backward_ended)  # weak, as we hold the reducer
-        sharded.reducer.on_flush.append(lambda: (ended() or bool)())
+        sharded.reducer.on_flush.append(lambda: call() if (call := ended()) is not None else None)
         self.rounds_of_ranks: Rounds | None = None
         if not config.managed_gradient_accumulation:
             parts = sharded.units, sharded.meshes.same_part, sharded.prefetcher, sharded.reducer

@@ -1,31 +1,38 @@
-"""What an engine says of itself: `engine.describe()`, and the facts of a run for its folder."""
+"""What an engine says of itself: `engine.describe()`, a line at the start, and the facts of a run for its folder."""
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 
-from zero.compat.bitsandbytes import format_of
+from zero.core.mesh import Mesh
+from zero.core.quantized_params import format_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.engine.reality import planned
+from zero.kernels import cuda
+from zero.kernels.native import isa
+from zero.log import counted, rank_zero
 from zero.memory.available import cores
-from zero.monitor.step_report import finite
+from zero.monitor.step_record import finite
+from zero.optim.muon_groups import rules_line
 from zero.parallel.pipeline.build import Pipelined
 from zero.plan.cut import Cut
 from zero.plan.formats import ITEMSIZE
 from zero.plan.layout import Span
 from zero.plan.placement import Placement, Where, is_updated
 
-_PLACES = {Where.DEVICE: "device", Where.HOST: "host", Where.FILE: "file"}
+MIB = 2**20
 
 
 class Parameter(NamedTuple):
@@ -104,7 +111,7 @@ def _unit(unit: Unit, place: Placement) -> DescribedUnit:
         pieces = ((rank, plan.layout.fragment(spec.name, window)) for rank, window in windows)
         owners = {rank: Span(piece.start, piece.numel) for rank, piece in pieces if piece.numel}
         parameters.append(Parameter(spec.name, tuple(param.shape), owners, format_of(param), spec.cut))
-    params, optimizer = _PLACES[place.params], _PLACES[place.optimizer] if is_updated(plan) else "none"
+    params, optimizer = place.params.name.lower(), place.optimizer.name.lower() if is_updated(plan) else "none"
     numel = sum(spec.numel for spec in plan.params)
     return DescribedUnit(
         plan.name, plan.dtype, numel, plan.group, unit.resharded, unit.state.value, params, optimizer, tuple(parameters)
@@ -141,16 +148,62 @@ def run_facts(engine: Any) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "units": [
-            {
-                "name": unit.plan.name,
-                "numel": (numel := sum(spec.numel for spec in unit.plan.params)),
-                "bytes": numel * ITEMSIZE[unit.plan.dtype],
-                "dtype": unit.plan.dtype,
-            }
-            for unit in engine._sharded.units
+            {"name": unit.name, "numel": unit.numel, "bytes": unit.numel * ITEMSIZE[unit.dtype], "dtype": unit.dtype}
+            for unit in describe(engine._sharded).units
         ],
         "plan": _plan(engine) if engine.optimizer is not None else {},
     }
+
+
+def log_start(engine: Any) -> None:
+    """Log on rank 0 what was made of the model."""
+    config, sharded, optimizer, device = engine._config, engine._sharded, engine.optimizer, engine.device
+    dtype, formats = config.compute_dtype, sharded.numerics.formats
+    compiled = isa() if device.type == "cpu" else "CUDA" if cuda.kernels(device) else "torch"
+    kept = f", masters as {formats.master}" if dtype != "fp32" else ""
+    kept += f", moments in {formats.moments}" if formats.moments != "fp32" else ""
+    rest = f"{engine._recorder.state_nbytes().total / MIB:.1f} MiB of model state per rank at rest"
+    if optimizer is not None and not optimizer.shard_optimizer.sized:
+        rest += ", and on top what the optimizer makes in its first step"
+    grid, ranks = sharded.meshes.grid, counted(sharded.world.size, "rank")
+    of_rank = " of this rank" if max(map(grid.size, ("pp", "tp", "ep"))) > 1 else ""  # others have other parts
+    ranks += f" ({grid.factors})" if of_rank else ""
+    ranks += "".join(dict.fromkeys(_shared(unit.mesh) for unit in sharded.units))
+    rank_zero(
+        logging.INFO,
+        f"stage {config.zero_optimization.stage} on {ranks}, {device.type}: "
+        f"{_numbers(sharded.units)}, {counted(len(sharded.units), 'unit')}{of_rank}, "
+        f"{rest}, {compiled} kernels{kept}",
+    )
+    if optimizer is not None:
+        if optimizer.host_threads:
+            text = "the host updates with %s on each rank"
+            rank_zero(logging.INFO, text, counted(optimizer.host_threads, "thread"))
+        names = {param: name for name, param in sharded.module.named_parameters()}
+        if rules := rules_line(optimizer.param_groups, names):
+            rank_zero(logging.INFO, "%s", rules)
+    if config.dump_state:
+        rank_zero(logging.INFO, "configuration: %s", config.model_dump_json(indent=2))
+
+
+def _shared(mesh: Mesh) -> str:
+    """How ranks share units beyond the usual, in words."""
+    if mesh.shard.size > 1 and mesh.replica.size > 1:
+        return f" ({mesh.replica.size} replicas of {mesh.shard.size} shards)"
+    return f" (parameters gathered among {mesh.secondary.size})" if mesh.secondary is not None else ""
+
+
+def _numbers(units: Sequence[Unit]) -> str:
+    """How many parameters there are, and of each dtype or packed format how many."""
+    kinds: Counter[str] = Counter()
+    for unit in units:
+        dtype = unit.plan.dtype
+        for spec, param in zip(unit.plan.params, unit.params, strict=True):
+            form = format_of(param)
+            kinds[form or dtype] += spec.numel * (2 * ITEMSIZE[dtype] if form in ("nf4", "fp4") else 1)
+    each = [f"{numel:,} in {kind}" for kind, numel in kinds.items()]
+    text = f"{sum(kinds.values()):,} parameters"
+    return f"{text} in {next(iter(kinds))}" if len(kinds) == 1 else f"{text} ({', '.join(each) or 'none'})"
 
 
 def _crowding() -> float:

@@ -7,29 +7,31 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from zero.compat.getters import DeepSpeedGetters
-from zero.compat.names import instead
 from zero.config import Config
 from zero.core.released import UNCLIPPED
 from zero.core.sharded_module import ShardedModule
 from zero.core.world import Axis
 from zero.data import Loader
 from zero.data.loader import make_loader
+from zero.deepspeed_names import instead
 from zero.engine.accumulation import Accumulation
+from zero.engine.check import in_process
+from zero.engine.check.compare import Report
 from zero.engine.checkpoint.load import CheckpointLoader
 from zero.engine.checkpoint.save import CheckpointSaver
 from zero.engine.compiling import BlockCompiler
 from zero.engine.description import Description, describe
 from zero.engine.forward_only import acting, retire
+from zero.engine.getters import DeepSpeedGetters
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.pipeline import Pipeline
-from zero.engine.progress import Progress
+from zero.engine.recorder import StepRecorder
 from zero.engine.state_offload import StateOffload
 from zero.engine.status import Status
 from zero.engine.step import Forms, TrainingStep
@@ -40,9 +42,6 @@ from zero.monitor.monitor import Monitor
 from zero.optim.optimizer import ZeroOptimizer
 from zero.parallel.pipeline.build import Pipelined
 from zero.recompute.modules import Recomputing
-
-if TYPE_CHECKING:
-    from zero.tools.check.compare import Report
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -161,9 +160,9 @@ class Engine(DeepSpeedGetters, nn.Module):
     reduce = _method_of("_metrics", Metrics.reduce)
 
     print = print_on_first
-    log = _method_of("_progress", Progress.log)
-    state_nbytes = _method_of("_progress", Progress.state_nbytes)
-    host_nbytes = _method_of("_progress", Progress.host_nbytes)
+    log = _method_of("_recorder", StepRecorder.log)
+    state_nbytes = _method_of("_recorder", StepRecorder.state_nbytes)
+    host_nbytes = _method_of("_recorder", StepRecorder.host_nbytes)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None, *, partial: bool = False) -> None:
         """End a micro-batch; at the accumulation boundary, update the model and step the scheduler.
@@ -207,7 +206,7 @@ class Engine(DeepSpeedGetters, nn.Module):
     def monitor(self) -> Monitor:
         """Where values of each step go; `write_events` writes others there, `add` adds a sink of the script's own."""
         self._status.check_not_destroyed()
-        return self._progress.monitor
+        return self._recorder.monitor
 
     @property
     def is_compiled(self) -> bool:
@@ -264,8 +263,6 @@ class Engine(DeepSpeedGetters, nn.Module):
         that can. Returns a `Report`, which is true where all is well. Raises ValueError for what cannot be run.
         """
         self._status.check()
-        from zero.tools.check import in_process
-
         report = in_process.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn, offload)
         if self._sharded.world.writes:
             print(report, flush=True)
@@ -301,7 +298,7 @@ class Engine(DeepSpeedGetters, nn.Module):
                 self._training.forms.tensors.restore(alone)
             if optimizer is not None:
                 self._training.conclude()
-            self._progress.log_end()
+            self._recorder.end()
         finally:
             sharded.world.watchdog.close()
             self._accumulation.close()
@@ -347,8 +344,8 @@ class Engine(DeepSpeedGetters, nn.Module):
         return self._weights.updates
 
     @property
-    def _progress(self) -> Progress:
-        return self._training.progress
+    def _recorder(self) -> StepRecorder:
+        return self._training.recorder
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
         """Let `to`, `cuda`, `float` and the like pass where they would change nothing; raise RuntimeError else."""

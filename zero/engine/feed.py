@@ -132,7 +132,7 @@ class Feed:
 
 
 def parts_of(batch: Any, one_input: bool, has_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """What the model is called with, positional and by name, and the target."""
+    """The arguments of the model, positional and by name, and the target."""
     if isinstance(batch, Mapping):
         named = dict(batch)
         target = next((named.pop(name) for name in _TARGETS if name in named), None) if has_loss else None
@@ -147,7 +147,7 @@ def parts_of(batch: Any, one_input: bool, has_loss: bool) -> tuple[tuple[Any, ..
 
 
 def first_batch(config: Config, data: Any, collate_fn: Callable[..., Any] | None) -> Any:
-    """What the layers are timed on, where the configuration asks for that and there are data; else None."""
+    """The batch on which layers are timed, where the configuration asks for that and there are data; else None."""
     if data is None or config.pipeline.partition != "time":
         return None
     count = min(config.train_micro_batch_size_per_gpu, len(data))

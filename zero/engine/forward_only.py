@@ -48,7 +48,7 @@ def hand_over(engine: Any) -> None:
     """Let the next engine of the model of this one, which has no optimizer, take the parameters."""
     engine._saving.join()
     engine._let_go()
-    engine._progress.log_end()
+    engine._recorder.end()
     retire(engine)
     engine._status.follows = True
 

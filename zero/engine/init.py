@@ -139,8 +139,7 @@ class Init:
             builder.finish(failed=kind is not None)
 
     def _builder(self) -> Builder:
-        assigned = assigned_run()
-        if assigned is not None and assigned.plain:  # plain torch has nothing cut, and takes rank 0's values by itself
+        if assigned_run().plain:  # plain torch has nothing cut, and takes rank 0's values by itself
             return Builder(lambda axes: mesh_of_one(), self._storage, self._dtype)
         world = make_world(self._timeout, group=self._group)
         sharding, sizes = Sharding(optim=True, grads=True, params=True), {}

@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from zero.compat.pipe import PipelineModule
-from zero.compat.tensor_parallel import told_sizes
 from zero.config import Config, load
 from zero.config.grid_sizes import Told
 from zero.config.optimizers import MuonParams
@@ -48,14 +46,15 @@ from zero.engine.arguments import (
     parameter_groups,
     resolve_config,
 )
-from zero.engine.assignment import assigned_run
+from zero.engine.assignment import Given, ScriptRun, assigned_run
 from zero.engine.data_ranks import DataRanks, data_ranks
-from zero.engine.description import run_facts
+from zero.engine.description import log_start, run_facts
 from zero.engine.engine import Engine
 from zero.engine.feed import first_batch, parts_of
 from zero.engine.forward_only import follower, hand_over, sharer
 from zero.engine.joining import init_distributed, refuse_alone
 from zero.engine.pipeline_engine import PipelineEngine
+from zero.engine.pipeline_module import PipelineModule
 from zero.engine.precision import make_loss_scaler
 from zero.engine.step import Forms
 from zero.launch.contract import INITIALIZED
@@ -71,6 +70,7 @@ from zero.parallel.pipeline.build import Pipelined, pipelined
 from zero.parallel.shared import SharedSequences
 from zero.parallel.tensor.cutting import CutModel, planned
 from zero.parallel.tensor.plan import TensorPlan
+from zero.parallel.tensor.told_sizes import told_sizes
 from zero.plan.cut import Box, Cut, cover_error
 from zero.plan.formats import Formats
 from zero.plan.grid import DATA, UnitAxes
@@ -131,24 +131,32 @@ def initialize(
     keep_cuts(model)
     data = _data(model, source, mpu, mesh_param, device_mesh)
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
-    assigned = assigned_run()
-    settings = _load(source, data, stand_ins, assigned, model)
+    run = assigned_run()
+    settings = _load(source, data, stand_ins, run, model)
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
     loader = _make_loader(settings, data, isinstance(model, PipelineModule), training_data, collate_fn)
-    if assigned is not None and assigned.plain:
-        engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
-        scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
-    else:
-        plan = planned(model, settings, data.rank)
-        groups, client = _grouped(model, optimizer, model_parameters, settings, data.rank)
-        with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
-            zero_optimizer = _make_optimizer(groups, client, settings, stages)
-            scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
-            engine = _make_engine(model, zero_optimizer, settings, data, training_data, stages, plan)
-    engine.lr_scheduler, engine.training_dataloader = scheduler, engine._follow(loader)
-    if assigned is not None:
-        assigned.watch(engine)
-    return engine, engine.optimizer, loader, scheduler
+    given = Given(model, optimizer, model_parameters, lr_scheduler, settings)
+    engine = run.engine(functools.partial(_make, data, training_data, collate_fn, loss_fn), given)
+    engine.training_dataloader = engine._follow(loader)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _make(
+    data: DataRanks,
+    training_data: Dataset | Sequence[Any] | None,
+    collate_fn: Callable[..., Any] | None,
+    loss_fn: Callable[..., Any] | None,
+    given: Given,
+) -> Engine:
+    model, settings = given.model, given.settings
+    plan = planned(model, settings, data.rank)
+    groups, client = _grouped(model, given.optimizer, given.model_parameters, settings, data.rank)
+    with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
+        zero_optimizer = _make_optimizer(groups, client, settings, stages)
+        scheduler = make_scheduler(given.lr_scheduler, zero_optimizer, settings)
+        engine = _make_engine(model, zero_optimizer, settings, data, training_data, stages, plan)
+    engine.lr_scheduler = scheduler
+    return engine
 
 
 def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, port: int) -> None:
@@ -173,11 +181,9 @@ def _data(model: nn.Module, source: Any, mpu: Any, mesh_param: Any, device_mesh:
     return data_ranks(mesh_param, device_mesh, mpu, cut, said)
 
 
-def _load(source: Any, data: DataRanks, stand_ins: list[str], assigned: Any, model: nn.Module) -> Config:
-    ranks = data.size, Told(data.sizes, data.source)
-    settings = load(source, *ranks, filled=assigned is None, stand_ins=stand_ins, checks=_CHECKS)
-    if assigned is not None:
-        settings = load(assigned.config(settings, model), *ranks, filled=False)
+def _load(source: Any, data: DataRanks, stand_ins: list[str], run: ScriptRun, model: nn.Module) -> Config:
+    ranks = {"world_size": data.size, "told": Told(data.sizes, data.source)}
+    settings = run.load(functools.partial(load, **ranks), source, model, stand_ins=stand_ins, checks=_CHECKS)
     check_installed(settings)
     if settings.log_level is not None:
         set_level(settings.log_level)
@@ -255,7 +261,7 @@ def _make_engine(
             sharded.dissolve(world.watchdog.broken)
         world.watchdog.close()
         raise
-    engine._progress.log_start()
+    log_start(engine)
     engine.monitor.open(settings, lambda: run_facts(engine), number)
     return engine
 

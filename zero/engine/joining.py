@@ -253,7 +253,7 @@ def _read(path: Path, rank: int, timeout: timedelta) -> int:
 
 
 def _port(path: Path) -> int | None:
-    """What the file says; None where there is none, or none whose writer is still alive."""
+    """The port in the file; None where there is none, or none whose writer is still alive."""
     with contextlib.suppress(OSError, ValueError, psutil.Error):
         port, pid, started = json.loads(path.read_text())
         if abs(psutil.Process(pid).create_time() - started) < _SAME:

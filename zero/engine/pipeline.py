@@ -113,7 +113,7 @@ class Pipeline:
         def forward(stage: Stage, values: Any, batch: Batch) -> Any:
             reducer.leaf = Leaf(first + batch.number)
             if not stage.index:
-                training.record.batch((batch.args, batch.kwargs))
+                training.recorder.batch((batch.args, batch.kwargs))
             return self._forward(stage, values, batch)
 
         def loss(output: Any, number: int) -> torch.Tensor:
@@ -130,7 +130,7 @@ class Pipeline:
         comm.broadcast(losses, self.pipelined.places[-1], self._along, "losses")
         counts = losses[:, 2].tolist() if config.counted else [1.0] * len(batches)
         for (value, share, _), count in zip(losses, counts, strict=True):
-            training.record.backward(value, share, 0.0, count)
+            training.recorder.backward(value, share, 0.0, count)
         reducer.end_schedule(counts)
         return losses
 
@@ -150,7 +150,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _backward(self) -> Iterator[None]:
-        with self._sharded.world.watchdog.call(Phase.BACKWARD), self._training.progress.phase("backward"):
+        with self._sharded.world.watchdog.call(Phase.BACKWARD), self._training.recorder.phase("backward"):
             yield
 
     def eval_batch(

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from zero.compat.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from zero.data.loader import RepeatingLoader
 from zero.engine.engine import Engine
 from zero.engine.pipeline import Pipeline
+from zero.parallel.pipeline.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
 
 class _CallableBool(int):

@@ -13,11 +13,11 @@ import torch
 from zero.config import Config
 from zero.core.mixed_precision import DTYPES
 from zero.core.sharded_module import ShardedModule
-from zero.engine.progress import Progress
+from zero.engine.recorder import StepRecorder
 from zero.monitor.comms import CommsLog
 from zero.monitor.flops import FlopsProfile, matmul_rate
 from zero.monitor.module_calls import now
-from zero.monitor.step_report import Line
+from zero.monitor.step_record import Line
 from zero.monitor.trace import StepTrace
 from zero.optim.optimizer import ZeroOptimizer
 from zero.sizes.rates import DEVICES, REACHED
@@ -36,10 +36,10 @@ class Profiles:
         sharded: ShardedModule,
         optimizer: ZeroOptimizer,
         device: torch.device,
-        progress: Progress,
+        recorder: StepRecorder,
     ) -> None:
-        """`progress`: takes waits, MFU, and the timeline of a step."""
-        self._progress = progress
+        """`recorder`: takes waits, MFU, and the timeline of a step."""
+        self._recorder = recorder
         self._ended = time.perf_counter()  # the last step
         section, rank = config.comms_logger, sharded.world.global_rank
         events, self._end_waits = sharded.world.watchdog.events, lambda: None
@@ -47,7 +47,7 @@ class Profiles:
             events.clock = functools.partial(now, device)
         self.comms = CommsLog(section, events) if section.enabled else None
         if config.wall_clock_breakdown and rank == 0 and not math.isinf(config.steps_per_print):
-            self._end_waits = events.subscribe(waited=progress.waited)
+            self._end_waits = events.subscribe(waited=recorder.phases.waited)
         tell = None if config.zero.report is None else self._tell
         self._trace = StepTrace(config.zero.profile, sharded, device, tell)
         self._flops: FlopsProfile | None = None
@@ -64,12 +64,12 @@ class Profiles:
         if self._flops is not None:
             # First of the step that is timed: the one that is counted takes longer.
             if (mfu := self._flops.mfu(took)) is not None:
-                self._progress.log({"MFU": mfu})
+                self._recorder.log({"MFU": mfu})
             self._flops.step_ended(step, took)
         self._ended = time.perf_counter()
 
     def _tell(self, timeline: Mapping[str, Any]) -> None:
-        self._progress.monitor.tell(Line("timeline", timeline))
+        self._recorder.monitor.tell(Line("timeline", timeline))
 
     def close(self) -> None:
         """Leave the engine as it was, and tell what was found."""

@@ -69,7 +69,7 @@ class Observed:
         self._sharded.reducer.on_flush.remove(self.look)
 
     def look(self, landing: int = 0) -> None:
-        """At what is there now; `landing`: bytes of the gradient that autograd hands over."""
+        """Look at the bytes that are alive now; `landing`: bytes of the gradient that autograd hands over."""
         now = alive_now(self._sharded, self._optimizer)
         self.most = DeviceBytes(*map(max, self.most, now._replace(reduction=now.reduction + landing)))
 
@@ -101,7 +101,7 @@ def alive_now(sharded: ShardedModule, optimizer: ZeroOptimizer | None) -> Device
 
 
 def planned(config: Config, sharded: ShardedModule) -> PlanRow:
-    """What is estimated for this engine, without activations."""
+    """The estimate for this engine, without activations."""
     units, formats = [unit.plan for unit in sharded.units], sharded.numerics.formats
     choice, mirrored = own_choice(config), sharded.device.type != "cpu"
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as zero/core/world.py sees them
@@ -139,7 +139,7 @@ class Reality:
         self._watching.close()
 
     def _pairs(self, most: DeviceBytes, forward: _Forward) -> dict[str, tuple[float, float]]:
-        """By kind: bytes as planned, and as they were."""
+        """Bytes by kind: as planned, and as they were."""
         row, offload = planned(self._config, self._sharded), self._sharded.offload
         pairs = dict(zip(most._fields, zip(row.device, most, strict=True), strict=True))
         pairs = {kind: pair for kind, pair in pairs.items() if kind not in ("activations", "logits")}
@@ -166,10 +166,7 @@ class Reality:
 
 
 class _Forward:
-    """What the next forward of the module keeps for its backward, as long as nothing of it is compiled.
-
-    kept: bytes of the tensors that it has made and that live at its end.
-    """
+    """What the next forward keeps for its backward, if nothing of it is compiled; kept: bytes alive at its end."""
 
     def __init__(self, module: nn.Module, device: str) -> None:
         self.kept = 0
@@ -199,7 +196,7 @@ class _Forward:
             handle.remove()
 
     def planned(self, config: Config) -> float | None:
-        """What was to be kept; None where nothing was seen, or the model cannot be traced."""
+        """The planned bytes of activations; None where nothing was seen, or the model cannot be traced."""
         section = config.zero.recompute
         if self._inputs is None or section.policy == "auto":
             return None

@@ -39,7 +39,7 @@ class LabelledHashes(NamedTuple):
 
     @property
     def key(self) -> int:
-        """The same on the ranks that hold the same, and on no others."""
+        """A key that is the same on the ranks that hold the same, and on no others."""
         return _hash_text(f"{self.place} {self.among}")
 
 
@@ -160,7 +160,7 @@ class Replicas:
         return LabelledHashes(unit.plan.name, labels, torch.cat(hashes), self._holders(unit.mesh, whole=True))
 
     def _of_shards(self) -> Iterator[LabelledHashes]:
-        """What is cut and repeated: for each mesh a hash of each unit, of whose parts different ranks have one each."""
+        """Hashes of shards that are repeated: for each mesh one of each unit, of which ranks have different parts."""
         for mesh in {id(unit.mesh): unit.mesh for unit in self._sharded.units}.values():
             among = self._holders(mesh)
             if mesh.shard.size > 1 and len(among) > 1:
@@ -217,7 +217,7 @@ class Replicas:
 
 
 def _hashes(inside: Sequence[Fragment], held: Span, tensor: torch.Tensor) -> torch.Tensor:
-    """Of each fragment inside of the elements that are held, int64 [n]; one for all where there are fewer numbers."""
+    """Hashes of the fragments among the elements held, int64 [n]; one for all where there are fewer numbers."""
     if tensor.numel() != held.numel:
         return hash_tensor(tensor)[None]
     return hash_spans(tensor.view(-1), [Span(piece.at, piece.numel) for piece in inside])

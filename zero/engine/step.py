@@ -43,20 +43,19 @@ from zero.engine.alarm import Alarms
 from zero.engine.checkpoint.save import CheckpointSaver
 from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.profiles import Profiles, asked
-from zero.engine.progress import Ended, Progress
 from zero.engine.randomness import Randomness
 from zero.engine.reality import Reality
+from zero.engine.recorder import StepRecorder, mean_loss
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
-from zero.engine.step_record import StepRecord, mean_loss
 from zero.log import logger, rank_zero
 from zero.memory.streams import current_stream
 from zero.monitor.comms import Traffic, table
+from zero.monitor.step_record import StepRecord
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
 from zero.parallel.shared import SharedSequences
 from zero.parallel.tensor.cutting import CutModel
-from zero.plan.grid import DATA
 from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
 
@@ -85,19 +84,16 @@ class TrainingStep:
         config = accumulation.config
         every = config.zero.check_replicas
         self.recomputing = recomputing
-        self.progress = Progress(config, sharded, optimizer, status, device)
-        self.record = StepRecord(sharded.world, device, status, sharded.meshes.grid.ranks(DATA, 0))
+        self.recorder = StepRecorder(config, sharded, optimizer, status, device)
         self.forms = forms
         self.randomness: Randomness | None = None
         if sharded.numerics.tree or forms.tensors is not None:
             self.randomness = Randomness(sharded.world, device, sharded.meshes.apart)
         self.replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None
-        norms, alarm = config.zero.unit_norms, config.zero.alarm
-        self.norms = optimizer.watch_norms(norms) if norms and optimizer is not None else None
-        self.alarms = Alarms(alarm) if alarm.model_fields_set else None
+        self.alarms = Alarms(config.zero.alarm) if config.zero.alarm.model_fields_set else None
         self.profiles: Profiles | None = None
         if optimizer is not None and asked(config):
-            self.profiles = Profiles(config, sharded, optimizer, device, self.progress)
+            self.profiles = Profiles(config, sharded, optimizer, device, self.recorder)
         planned = config.zero.plan and optimizer is not None
         self.reality = Reality(config, sharded, optimizer) if planned else None
         self.model = sharded.module
@@ -124,7 +120,7 @@ class TrainingStep:
         model runs on this rank's piece; a loss is the mean over the batch of all of them, and outputs are of the piece.
         """
         if self._sharded.module.training and torch.is_grad_enabled():
-            self.record.batch((inputs, kwargs))
+            self.recorder.batch((inputs, kwargs))
             self._weighing.forward(kwargs)
         if self.forms.tensors is not None:
             inputs, kwargs = self.forms.tensors.begin(inputs, kwargs)
@@ -208,7 +204,7 @@ class TrainingStep:
         weight = self._weighing.weight(tokens, reduction, not scale_wrt_gas and bool(reducer.weights.counts))
         times = 1 if scale_wrt_gas or self._weighing.items is not None else steps
         try:
-            with self._sharded.world.watchdog.call(Phase.BACKWARD), self.progress.phase("backward"):
+            with self._sharded.world.watchdog.call(Phase.BACKWARD), self.recorder.phase("backward"):
                 self.scaled(loss, times, weight).backward(retain_graph=retain_graph)
                 if reducer.rounds == rounds:
                     # No parameter of ours was in the graph here; other ranks may have some and wait for us.
@@ -252,7 +248,7 @@ class TrainingStep:
         if tokens is not None:  # every rank that shares them, as along tp, says all
             shares = self.forms.sharing is not None and self.forms.sharing.cuts
             tokens = tokens / config.grid.size("tp") / (config.sequence_parallel_size if shares else 1)
-        self.record.backward(loss, times * share, 0.0 if tokens is None else tokens, weight.count)
+        self.recorder.backward(loss, times * share, 0.0 if tokens is None else tokens, weight.count)
 
     def step(self, scheduler: Any, lr_kwargs: dict[str, Any], partial: bool) -> None:
         """See `Engine.step`."""
@@ -276,9 +272,9 @@ class TrainingStep:
                 self._status.global_samples += self._accumulation.samples
                 if self.profiles is not None:
                     self.profiles.step_ended(self._status.global_steps)
-                ended = self.progress.step_ended(self._accumulation.samples)
+                record = self.recorder.step_ended(self._accumulation.samples)
                 this = weakref.ref(self)  # the optimizer may keep it for a while
-                self._optimizer.after_step(lambda reports: this()._conclude(reports, ended, scheduler, lr_kwargs))
+                self._optimizer.after_step(lambda reports: this()._conclude(record, reports, scheduler, lr_kwargs))
                 if self.reality is not None and self.reality.after_step():
                     self.reality = None
         if boundary:
@@ -307,7 +303,7 @@ class TrainingStep:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of earlier micro-batches. Not needed in a training loop."""
         self._sharded.reducer.drop()
-        self.record.clear(done=False)
+        self.recorder.clear()
         for param in self._sharded.module.parameters():
             param.grad = None
 
@@ -316,11 +312,11 @@ class TrainingStep:
         self._status.check()
         if self._sharded.recover():
             self._accumulation.restart()
-            self.record.clear(done=False)
+            self.recorder.clear()
         if torch.is_grad_enabled():
             self._accumulation.begin_forward()
             self._sharded.reducer.stream = current_stream(self._sharded.device)
-        watched, timed = self._sharded.world.watchdog.call(Phase.FORWARD), self.progress.phase("forward")
+        watched, timed = self._sharded.world.watchdog.call(Phase.FORWARD), self.recorder.phase("forward")
         try:
             with watched, timed, self._precision.forward(), self._seeded(), self.recomputing.scope():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
@@ -351,18 +347,13 @@ class TrainingStep:
         """The optimizer's step."""
         self._sharded.recover()
         try:
-            with self._sharded.world.watchdog.call(Phase.STEP), self.progress.phase("step"):
+            with self._sharded.world.watchdog.call(Phase.STEP), self.recorder.phase("step"):
                 if self.replicas is not None:
                     self.replicas.before_step(self._status.global_steps + 1)
                 self._accumulation.join()
                 more, counts = self._accumulation.more, self._sharded.reducer.weights.counts
-                report = self.record.report(more, counts if self._accumulation.config.counted else None)
-                if self.norms is not None:
-                    step = self._status.global_steps + 1
-                    report = report._replace(squares=self.norms.take(step))
-                    self.norms.begin(step)
+                report = self.recorder.report(more, counts if self._accumulation.config.counted else None)
                 self._optimizer.update(report, None if self.alarms is None else self._is_unwanted, more)
-                self.record.clear(done=True)
                 self.recomputing.after_step(self._sharded.world)
         except HeldOpen:
             raise  # the gradients are there for the step outside of the block
@@ -382,20 +373,15 @@ class TrainingStep:
         self._status.set_half_updated(f"step {steps + 1} ended on rank {self._sharded.world.global_rank} with {how}")
 
     def _conclude(
-        self, reports: Mapping[int, RankReport], ended: Ended, scheduler: Any, lr_kwargs: dict[str, Any]
+        self, record: StepRecord, reports: Mapping[int, RankReport], scheduler: Any, lr_kwargs: dict[str, Any]
     ) -> None:
         """The outcome of the last step is known: report it."""
         status, skipped = self._status, self._optimizer.skipped
         status.step_applied = not skipped
         status.skipped_steps += skipped
-        self.record.warn(reports)
-        if self.norms is not None:
-            self.progress.report_norms(self.norms.norms(reports), ended.samples)
-            if skipped:
-                self.norms.forget()
-        self.progress.report_step(reports, ended)
+        self.recorder.conclude(record, reports)
         if scheduler is not None and not skipped:
-            self.record.step_scheduler(scheduler, lr_kwargs)
+            self.recorder.step_scheduler(scheduler, lr_kwargs)
 
     def abandon(self) -> None:
         """Drop the gradients of this step after an exception, which must not be hidden by another."""
@@ -405,7 +391,7 @@ class TrainingStep:
             if str(error) != self._sharded.world.watchdog.status.gave_up:  # else it is the exception on its way
                 logger.warning("after an exception the engine could not be made usable: %s", error)
         self._accumulation.restart()
-        self.record.clear(done=False)
+        self.recorder.clear()
         if self.forms.sharing is not None:
             self.forms.sharing.ended()
 

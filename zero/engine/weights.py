@@ -14,11 +14,11 @@ from torch import nn
 
 from zero.checkpoint.folder import check_folder
 from zero.checkpoint.model_files import LIMIT, NAME, size_of
-from zero.compat.bitsandbytes import load_quant_state, quant_params
 from zero.config import Config
 from zero.core.access import GatheredParameters
 from zero.core.agree import agree
 from zero.core.owner import owner_of
+from zero.core.quantized_params import load_quant_state, quant_params
 from zero.core.sharded_module import ShardedModule
 from zero.core.values import cut_out, own_part, write_exact, write_frozen
 from zero.engine.checkpoint.save import TagValidation

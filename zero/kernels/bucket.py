@@ -18,8 +18,8 @@ def pack(
 ) -> bool:
     """Set spans of the flat buffer to the tensors times `scale`, or add to them, in one pass; whether that was done.
 
-    The bits are those of :func:`pack_reference`. It is done on a CPU, where the kernels are compiled, for contiguous
-    tensors of which it holds that one rounding gives the same bits as a cast, then a product or a sum.
+    The bits are those of :func:`pack_reference`. It is done where the kernels are compiled for the buffer's device, for
+    contiguous tensors of which it holds that one rounding gives the same bits as a cast, then a product or a sum.
 
     Args:
         tensors: any shapes. None overlaps another or the buffer.
@@ -29,25 +29,26 @@ def pack(
     Raises:
         ValueError: for a span outside ``flat``. Nothing was written then.
     """
-    code, module = DTYPE_CODES.get(flat.dtype), load() if flat.is_cpu and flat.is_contiguous() else None
-    if module is None or code is None or (add and scale != 1.0):
+    device, code, spans = flat.device, DTYPE_CODES.get(flat.dtype), []
+    if code is None or not flat.is_contiguous() or (add and scale != 1.0):
         return False
-    addresses, codes, numels = [], [], []
-    size, plain = flat.numel(), scale == 1.0 and not add
     for tensor, offset in zip(tensors, offsets, strict=True):
         numel, dtype = tensor.numel(), tensor.dtype
-        if offset < 0 or offset + numel > size:
-            raise ValueError(f"offsets: got {offset} for {numel} elements; wanted a span within flat's {size}")
-        rounds_once = plain or code == DTYPE_CODES[torch.float32] or (add and dtype is flat.dtype)
-        if not (rounds_once and dtype in DTYPE_CODES and tensor.is_cpu and tensor.layout is torch.strided):
+        if offset < 0 or offset + numel > flat.numel():
+            raise ValueError(f"offsets: got {offset} for {numel} elements; wanted a span within flat's {flat.numel()}")
+        rounds_once = flat.dtype in (torch.float32, dtype) or (scale == 1.0 and not add)
+        if not (rounds_once and dtype in DTYPE_CODES and tensor.device == device and tensor.layout is torch.strided):
             return False
         if not tensor.is_contiguous() or (numel and tensor.untyped_storage().nbytes() == 0):
             return False
-        addresses.append(tensor.data_ptr())
-        codes.append(DTYPE_CODES[dtype])
-        numels.append(numel)
-    where = flat.data_ptr(), code, scale, add, torch.get_num_threads()
-    module.pack(addresses, codes, numels, list(offsets), *where)
+        spans.append((tensor.data_ptr(), DTYPE_CODES[dtype], numel, offset))
+    arguments = spans, flat.data_ptr(), code, scale, add
+    if (module := cuda.kernels(device)) is not None:
+        cuda.launch(module.pack, device, *arguments)
+    elif flat.is_cpu and (module := load()) is not None:
+        module.pack(*arguments, torch.get_num_threads())
+    else:
+        return False
     return True
 
 
@@ -96,27 +97,33 @@ def sum_rows(rows: Sequence[Tensor], out: Tensor, accumulate: bool, threads: int
         ValueError: for no rows, rows that differ in size, dtype or device, or are not contiguous and floating, or
             whose storage was released. Nothing was written then.
     """
-    addresses, code = _row_addresses(rows, out), DTYPE_CODES.get(rows[0].dtype)
-    if out.dtype is not torch.float32 or not sum_compiled(addresses, code, out, accumulate, threads):
+    addresses = _row_addresses(rows, out)
+    if out.dtype is not torch.float32 or not sum_compiled(addresses, rows[0].dtype, out, accumulate, threads):
         sum_rows_reference(rows, out, accumulate)
 
 
 def sum_compiled(
-    addresses: Sequence[int], code: int | None, out: Tensor, accumulate: bool, threads: int | None = None
+    addresses: Sequence[int],
+    dtype: torch.dtype,
+    out: Tensor,
+    accumulate: bool,
+    threads: int | None = None,
+    part: int = 0,
 ) -> bool:
     """Sum the rows by a kernel, if there is one; returns whether there was.
 
-    addresses: of out, then of the rows, which were checked; code: their dtype's, or None for one without kernels.
+    addresses: of out, then of the rows, which were checked; dtype: of the rows. Where these are messages in 8 bits it
+    is that of their sum, and `part` the number of blocks in a part of them.
     """
-    target, *sources = addresses
+    (target, *sources), code = addresses, DTYPE_CODES.get(dtype)
     if code is None or 0 in addresses:
         return False
     strides = {after - before for before, after in pairwise(sources)} or {0}
-    into = target, out.numel(), accumulate
+    into = code, target, out.numel(), accumulate, part
     if len(strides) == 1 and (module := cuda.kernels(out.device)) is not None:  # as received, or just two
-        cuda.launch(module.sum_rows, out.device, sources[0], strides.pop(), len(sources), code, *into)
+        cuda.launch(module.sum_rows, out.device, sources[0], strides.pop(), len(sources), *into)
     elif out.is_cpu and (module := load()) is not None:
-        module.sum_rows(sources, code, *into, threads or torch.get_num_threads())
+        module.sum_rows(sources, *into, threads or torch.get_num_threads())
     else:
         return False
     return True

@@ -39,16 +39,8 @@ def crc32_read(file: int, offset: int, target: memoryview, chunk: int) -> tuple[
     """Read a file from byte `offset` on into `target`, and return the number of bytes read, with their checksums.
 
     It is smaller than `target` only if the file ends. The checksums are :func:`crc32` of each `chunk` of these
-    bytes, the last of which may be shorter, counted piece by piece while they are in the cache.
-
-    Args:
-        file: a descriptor that is open for reading; its own position is neither used nor changed.
-        offset: in bytes, at least 0.
-        target: bytes, contiguous and writable.
-        chunk: in bytes, at least 1.
-
-    Raises:
-        OSError: the file cannot be read.
+    bytes, the last of which may be shorter, counted piece by piece while they are in the cache. The position of the
+    descriptor `file` is neither used nor changed. OSError where the file cannot be read.
     """
     module = load()
     if module is not None:

@@ -38,14 +38,8 @@ class _Checked:
 class Adam(_Checked):
     """Adam (Kingma & Ba, ICLR 2015, algorithm 1) and AdamW (Loshchilov & Hutter, ICLR 2019, algorithm 2).
 
-    Args:
-        lr: learning rate.
-        beta1: decay of ``exp_avg``, in [0, 1).
-        beta2: decay of ``exp_avg_sq``, in [0, 1).
-        eps: added to the root of ``exp_avg_sq``.
-        weight_decay: 0 for none.
-        decoupled: True for AdamW; False for L2, weight decay added to the gradient.
-        bias_correction: whether to divide the moments by ``1 - beta^step``.
+    decoupled:       True for AdamW; False for L2, weight decay added to the gradient;
+    bias_correction: whether to divide the moments by ``1 - beta^step``.
     """
 
     lr: float
@@ -69,11 +63,7 @@ class Adam(_Checked):
 class Lion(_Checked):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, algorithm 2).
 
-    Args:
-        lr: learning rate; each step moves every element by it.
-        beta1: share of ``exp_avg`` in the direction, in [0, 1).
-        beta2: decay of ``exp_avg``, in [0, 1).
-        weight_decay: decoupled; 0 for none.
+    `beta1` is the share of ``exp_avg`` in the direction, `beta2` the decay of ``exp_avg``; weight decay is decoupled.
     """
 
     lr: float
@@ -93,12 +83,9 @@ class Lion(_Checked):
 class Sgd(_Checked):
     """SGD as in ``torch.optim.SGD``; without momentum it has no state (Sutskever et al., ICML 2013, for the rest).
 
-    Args:
-        lr: learning rate.
-        momentum: decay of ``momentum_buffer``; 0 for none.
-        dampening: the gradient enters the buffer times ``1 - dampening``, but whole in the first step. In [0, 1].
-        weight_decay: L2; 0 for none.
-        nesterov: look ahead by one more ``momentum``; needs momentum and no dampening.
+    dampening: the gradient enters the buffer times ``1 - dampening``, but whole in the first step;
+    nesterov:  look ahead by one more ``momentum``; needs momentum and no dampening.
+    Weight decay is L2.
     """
 
     lr: float
@@ -135,13 +122,9 @@ class Sgd(_Checked):
 
 @dataclass(frozen=True)
 class Adagrad(_Checked):
-    """Adagrad (Duchi, Hazan & Singer, JMLR 2011) as in ``torch.optim.Adagrad``.
+    """Adagrad (Duchi, Hazan & Singer, JMLR 2011) as in ``torch.optim.Adagrad``, with L2 as weight decay.
 
-    Args:
-        lr: learning rate.
-        lr_decay: the learning rate falls with ``1 / (1 + (step - 1) * lr_decay)``; 0 for none.
-        eps: added to the root of ``sum``.
-        weight_decay: L2; 0 for none.
+    The learning rate falls with ``1 / (1 + (step - 1) * lr_decay)``.
     """
 
     lr: float
@@ -161,13 +144,11 @@ class Adagrad(_Checked):
 class Muon(_Checked):
     """Muon as in ``torch.optim.Muon`` (K. Jordan, 2024), which is not a fused step: see zero/optim/matrix.py.
 
-    Args:
-        lr: learning rate, before the adjustment to the shape of a matrix.
-        momentum: decay of ``momentum_buffer``.
-        weight_decay: decoupled; 0 for none.
-        eps: the smallest norm that a matrix is divided by.
-        ns_steps: Newton-Schulz iterations, below 100.
-        beta2: of NorMuon, decay of the mean square of each row, in [0, 1).
+    lr:       before the adjustment to the shape of a matrix;
+    eps:      the smallest norm that a matrix is divided by;
+    ns_steps: Newton-Schulz iterations;
+    beta2:    of NorMuon, decay of the mean square of each row.
+    Weight decay is decoupled.
     """
 
     lr: float

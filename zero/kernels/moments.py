@@ -52,14 +52,8 @@ def mix64(x: int) -> int:
 def random_bits(numel: int, *, key: int, step: int, first: int, device: torch.device | str = "cpu") -> Tensor:
     """32 random bits for each of the elements ``first`` to ``first + numel``: int64 [numel], in [0, 2^32).
 
-    The first state of a formula uses the low 16 bits, the second the high ones.
-
-    Args:
-        numel: number of elements.
-        key: which unit, >= 0.
-        step: which step, counted from 1.
-        first: index of the first element in the unit, a multiple of 256.
-        device: where to make them.
+    `key`: which unit; `step`: counted from 1; `first`: index in the unit, a multiple of 256. The first state of a
+    formula uses the low 16 bits, the second the high ones.
     """
     seed, block = mix64((key * 0x9E3779B97F4A7C15 + step) & _MASK64), first // BLOCK
     # One Python number per 256 elements: torch has no unsigned 64-bit product.

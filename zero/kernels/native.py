@@ -17,7 +17,6 @@ import torch
 # Codes of csrc/cpu_kernels.h and csrc/cuda_kernels.cuh. The compiled module has kernels for the dtypes in this table.
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_TENSOR = -1
-RECORDS_TO = 3  # and the code of their sum: of rows that are messages in 8 bits (zero/kernels/wire.py)
 
 CPU_MODULE, CUDA_MODULE = "zero._cpu", "zero._cuda"
 _MISSING = {

@@ -1,4 +1,4 @@
-"""How much of its host this process may use: memory within its limits, and cores.
+"""Host memory and cores that this process may use, within its limits.
 
 Limits of cgroups are read from files under a root, so that tests can write such files.
 """
@@ -49,12 +49,12 @@ def process_available() -> int:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_threads() -> int:
-    """How many threads one rank's updates use: `cores`, divided by the ranks of the host.
+    """The number of threads of one rank's updates: `cores`, divided by the ranks of the host.
 
     OMP_NUM_THREADS, which launchers set to 1, does not count: nothing else needs the cores while the host updates.
     """
@@ -124,10 +124,7 @@ class Freed:
 
 
 def give_back() -> None:
-    """Make the C library return unused memory to the system; other C libraries do it by themselves.
-
-    Otherwise the memory in which a model was built would stay with the process, beside the arena it moved to.
-    """
+    """Make the C library return unused memory, such as a model was built in, to the system; others do so themselves."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -12,7 +12,7 @@ import torch
 from zero.memory.host_gradients import HostGradAccumulator
 from zero.memory.store import Store
 from zero.memory.streams import Streams
-from zero.watchdog.events import Events
+from zero.watchdog.watchdog import Events
 
 
 @dataclass(frozen=True)

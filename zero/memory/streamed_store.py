@@ -19,9 +19,8 @@ from zero.plan.memory import SLOTS
 class Slot:
     """Memory of the device, uint8 [nbytes], and its user.
 
-    free:  after this event it may be used again;
-    user:  the thread that uses it now, or None;
-    ahead: the unit whose state was copied here before its use; "": none.
+    free: the event after which it may be used again; user: the thread that uses it now, or None; ahead: the unit whose
+    state was copied here before its use, "" for none.
     """
 
     def __init__(self, nbytes: int, device: torch.device, streams: Streams) -> None:

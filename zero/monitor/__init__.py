@@ -1,1 +1,1 @@
-"""Reports of a run: one value per step, and the sinks that it is written to."""
+"""Records of a run, one for each step: the log printed of them, and the sinks that they are written to."""

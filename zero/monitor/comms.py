@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from zero.config.monitor_sections import CommsLogger
 from zero.log import logger
 from zero.monitor.module_calls import Stamp, ended, seconds
-from zero.watchdog.events import Events
 from zero.watchdog.rank_status import Collective
+from zero.watchdog.watchdog import Events
 
 # DeepSpeed's names of operations, as in `prof_ops`, and ours.
 _NAMES = {

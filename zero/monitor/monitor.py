@@ -18,7 +18,7 @@ from zero.config import Config
 from zero.log import logger, rank_zero
 from zero.monitor.run_folder import RunFolder, numbered
 from zero.monitor.sinks import SINKS, Sink
-from zero.monitor.step_report import Event, Line, ReportItem
+from zero.monitor.step_record import Event, Line, Record
 from zero.watchdog.rank_status import RankStatus
 
 _PATIENCE = 60.0  # seconds that the end of a run waits for sinks
@@ -76,12 +76,12 @@ class Monitor:
         if self._rank == 0:
             self.tell(Line(told=list(event_list)))
 
-    def tell(self, item: ReportItem) -> None:
+    def tell(self, item: Record) -> None:
         """Queue a report for the thread."""
         if self.enabled:
             self._writer.queue.put(item)
 
-    def hold(self, item: ReportItem | None) -> None:
+    def hold(self, item: Record | None) -> None:
         """Queue this at the end of the run, unless something else, or None, is held until then."""
         self._writer.held = item
 
@@ -97,28 +97,25 @@ class Monitor:
             return
         atexit.unregister(self._end)
         atexit.register(self._end)  # runs before the functions that the sink's library has registered
-        self._writer.start()
+        if self._writer.thread is None:
+            self._writer.thread = threading.Thread(target=self._writer.run, name="zero-monitor", daemon=True)
+            self._writer.thread.start()
 
 
 class _Writer:
     """The thread, which may outlive the engine until all is written, and its state shared with `Monitor`."""
 
     def __init__(self, status: RankStatus) -> None:
-        self.queue: queue.SimpleQueue[ReportItem | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         self.sinks: dict[str, Any] = {}
-        self.held: ReportItem | None = None  # what has no step yet that it is reported with
+        self.held: Record | None = None  # what has no step yet that it is reported with
         self.thread: threading.Thread | None = None
         self._status = status
         self._said: dict[str, str] = {}
         self._flushed = time.monotonic()
 
-    def start(self) -> None:
-        """Start the thread, once."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._run, name="zero-monitor", daemon=True)
-            self.thread.start()
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Write what is queued, until None is."""
         while True:
             try:
                 item = self.queue.get(timeout=_QUIET)
@@ -130,7 +127,7 @@ class _Writer:
             if time.monotonic() - self._flushed >= _FLUSH_EVERY:
                 self._flush()
 
-    def _phase(self) -> ReportItem:
+    def _phase(self) -> Record:
         now = self._status.record(0, 0)
         phase = {"phase": now.phase.value} | ({"waits": now.waits} if now.waits else {})
         if phase == self._said:
@@ -142,33 +139,39 @@ class _Writer:
         self._flush()
         for sink in self.sinks.values():
             try:
-                getattr(sink, "close", bool)()
+                _call(sink, "close")
             except Exception as error:
                 logger.warning("at the end of the run: %s: %s", type(error).__name__, error)
         self.sinks.clear()
 
-    def _write(self, item: ReportItem) -> None:
+    def _write(self, item: Record) -> None:
         line, events = item.line(), item.events()
         for name, sink in list(self.sinks.items()):
             if isinstance(sink, RunFolder):
-                self._try(name, sink.write_line, line)
+                self._try(name, "write_line", line)
             elif events:
-                self._try(name, sink.write_events, events)
+                self._try(name, "write_events", events)
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
-        for name, sink in list(self.sinks.items()):
-            self._try(name, getattr(sink, "flush", bool))
+        for name in list(self.sinks):
+            self._try(name, "flush")
 
-    def _try(self, name: str, call: Callable[..., object], *what: object) -> None:
+    def _try(self, name: str, method: str, *what: object) -> None:
         try:
-            call(*what)
+            _call(self.sinks[name], method, *what)
         except Exception as error:
             sink = self.sinks.pop(name)
             text = "%s: nothing more is written there, and the run goes on: %s: %s"
             logger.warning(text, name, type(error).__name__, error)
             with contextlib.suppress(Exception):
-                getattr(sink, "close", bool)()
+                _call(sink, "close")
+
+
+def _call(sink: Any, method: str, *what: object) -> None:
+    """Call a method of a sink, if it has that; it needs but `write_events`."""
+    if (found := getattr(sink, method, None)) is not None:
+        found(*what)
 
 
 def _end(writer: _Writer) -> None:

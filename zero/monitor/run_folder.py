@@ -12,7 +12,7 @@ DIR/rank-N.jsonl    by each rank: one JSON object per line, flushed at once, so 
 
 Each line has "event":
     start       time
-    step        see `StepReport`: step, time, seconds, samples, tokens, global_samples, skipped, loss, norm, lr [..],
+    step        see `StepRecord`: step, time, seconds, samples, tokens, global_samples, skipped, loss, norm, lr [..],
                 scale, phases {name: seconds}, waits seconds, bytes {kind: bytes}, sent bytes, values {name: value}.
                 On rank 0 loss, samples and tokens are over all ranks; on the others the rank's own, and no norm, lr or
                 scale
@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.log import logger
-from zero.monitor.step_report import Line, ReportItem
+from zero.monitor.step_record import Line, Record
 
 
 def free_number(folder: str | Path | None, rank: int) -> int:
@@ -78,9 +78,7 @@ class RunFolder(logging.Handler):
     Raises OSError if the folder cannot be made or written.
     """
 
-    def __init__(
-        self, folder: str | Path, rank: int, run: Mapping[str, Any], tell: Callable[[ReportItem], None]
-    ) -> None:
+    def __init__(self, folder: str | Path, rank: int, run: Mapping[str, Any], tell: Callable[[Record], None]) -> None:
         """`run`: the contents of run.json; `tell`: queues warnings, which the thread passes to `write_line`."""
         super().__init__(logging.WARNING)
         self.path = Path(folder)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from zero.config import Config
 from zero.config.monitor_sections import Comet, JobFolder, Wandb
-from zero.monitor.step_report import Event
+from zero.monitor.step_record import Event
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 

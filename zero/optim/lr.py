@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from zero.config.errors import did_you_mean
+from zero.config.instead import did_you_mean
 from zero.config.values import Bool, Count, NotNegative, Number, Positive, integer
 
 FromMinusOne = integer(-1)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zero.config.check import optimizer_problems
-from zero.config.errors import did_you_mean
+from zero.config.instead import did_you_mean
 from zero.config.optimizers import ARGUMENTS, MuonParams, torch_reason
 from zero.log import rank_zero
 from zero.optim.fused import FusedOptimizer, FusedShardOptimizer

@@ -43,7 +43,7 @@ class RankReport(NamedTuple):
 
     loss, tokens: of the step; batch: a hash below 2^53 of its first batch, 0 if there is none; count: what its
     micro-batches add to the divisor of a mean over all ranks', and the weight of its loss; backwards: how many it has
-    run; squares: see zero/optim/unit_norms.py, equally many on all ranks. They may be fp64 tensors [] on the units'
+    run; squares: see zero/engine/unit_norms.py, equally many on all ranks. They may be fp64 tensors [] on the units'
     device, which are read together with the norm, without another wait.
     """
 

@@ -11,19 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.compat.names import instead
 from zero.core.agree import agree
 from zero.core.finite import ALL_FINITE
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
+from zero.deepspeed_names import instead
 from zero.kernels import cuda
 from zero.log import rank_zero
 from zero.optim.norm import RankFlags, RankReport, exact_norm, flags_of, global_norm, hosts_connected
 from zero.optim.outcome import Numbers, Outcome
 from zero.optim.scaler import LossScaler
 from zero.optim.shard_optimizer import ShardOptimizer
-from zero.optim.unit_norms import UnitNorms
-from zero.optim.updates import UnitUpdater
+from zero.optim.updates import Around, UnitUpdater
 from zero.watchdog.hang_report import ranks_text
 
 
@@ -47,6 +46,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     On a GPU whose kernels decide by themselves whether a step is skipped, `update` waits for nothing: the host reads
     the outcome when it is asked for, or at the next step (`conclude`).
 
+    average: the factor from sums of gradients to the averaged, unscaled ones of the last step; None if it was skipped.
     whole_step: the engine's `step()`, which `step()` here calls; set by the engine. client: the optimizer that the
     script passed, whose own `step()` raises as long as the engine exists.
     """
@@ -71,6 +71,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._last = _Last()
         self._pending: Outcome | None = None  # of the last step, until the host has read it; `_then` runs after that
         self._then: Callable[[Mapping[int, RankReport]], None] | None = None
+        self.average: float | torch.Tensor | None = None
         self._updating = False
         self._updater: UnitUpdater | None = None
         self.whole_step: Callable[[], None] | None = None
@@ -102,10 +103,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Whether some weights are new and others old: inside a step, and for ever after one that failed half-way."""
         return self._updating or self.failure is not None
 
-    def watch_norms(self, every: int) -> UnitNorms:
-        """Take the norms of each trained unit every `every` steps, for the engine to ask for."""
-        self._updater.norms = UnitNorms(self._sharded.trained, self._sharded.table, every)
-        return self._updater.norms
+    def around_updates(self, around: Around | None) -> None:
+        """Run the update of each unit in the context `around(unit, gradient)`, on the thread that updates it."""
+        self._updater.around = around
 
     @property
     def failure(self) -> RuntimeError | None:
@@ -292,6 +292,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         sharded = self._sharded
         self._opt_called = True  # a scheduler would warn that it is stepped before this is
+        self.average = None
         if self.away:
             raise RuntimeError("step(): states are offloaded; call engine.reload_states() first")
         sharded.reducer.before_step()
@@ -303,7 +304,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         flags |= RankFlags.BACKWARD if sharded.reducer.weights.counts else RankFlags(0)
         report = report._replace(flags=report.flags | flags)
         outcome = self._outcome(report, more)
-        flags = flags_of(report, sharded.world) if defers else _flags(outcome.numbers.reports)
+        known = {} if defers else outcome.numbers.reports
+        flags = flags_of(report, sharded.world) if defers else {rank: each.flags for rank, each in known.items()}
         if ranks := [rank for rank, each in flags.items() if RankFlags.GATHERED_PARAMETERS in each]:
             there = f"{ranks_text(ranks)}{f'; here {held}' if held else ''}"
             raise HeldOpen(f"step() while GatheredParameters holds parameters open ({there}); step outside of it")
@@ -412,6 +414,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _skip(self, place: str) -> None:
         """Log which gradient was not finite, and lower the loss scale, if there is one."""
+        self.average = None
         for unit in self._sharded.trained:
             unit.gradients.forget_error()
         try:
@@ -420,16 +423,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{error} With loss scale {self.loss_scale:g}, {place}.") from None
         rank_zero(logging.WARNING, "step skipped: %s%s", place, f"; {change}" if change else "")
 
-    def _update(self, factor: float | torch.Tensor, unclipped: float | torch.Tensor) -> None:
+    def _update(self, factor: float | torch.Tensor, average: float | torch.Tensor) -> None:
         for group in self.param_groups:
             self.shard_optimizer.check(group)  # a wrong hyperparameter must not leave half of the units updated
         self._updating = True
-        self._updater.run(self.param_groups, factor, unclipped)
-        self._updating = False
-
-
-def _flags(reports: Mapping[int, RankReport]) -> dict[int, RankFlags]:
-    return {rank: report.flags for rank, report in reports.items()}
+        self._updater.run(self.param_groups, factor)
+        self._updating, self.average = False, average
 
 
 def _refusal(ours: weakref.ref[ZeroOptimizer]) -> Callable[..., None]:

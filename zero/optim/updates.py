@@ -28,9 +28,10 @@ from zero.memory.available import host_threads
 from zero.memory.pending_update import PendingUpdate, Waits
 from zero.memory.streams import Event, entered, record_event
 from zero.optim.shard_optimizer import Group, ShardOptimizer, Update
-from zero.optim.unit_norms import UnitNorms
 from zero.plan.memory import SLOTS
 from zero.plan.order import in_use_order
+
+Around = Callable[[Unit, torch.Tensor], contextlib.AbstractContextManager[None]]
 
 
 class UnitUpdater:
@@ -42,7 +43,7 @@ class UnitUpdater:
     threads:   how many compute one update of the host; 0 if it updates nothing;
     threaded:  whether a thread runs any;
     waits:     the training loop's time waiting for updates;
-    norms:     takes the norms of each update, or None;
+    around:    called with the unit and its gradient, returns a context around the update; None for nothing;
     on_update: called with ("update" or "done", unit name) for updates beside the loop; for tests and
                measurements.
     """
@@ -52,7 +53,7 @@ class UnitUpdater:
         self.failure: RuntimeError | None = None
         self.threads = host_threads() if any(unit.shard.placement.updated_on_host for unit in units) else 0
         self.waits = Waits()
-        self.norms: UnitNorms | None = None
+        self.around: Around | None = None
         self.on_update: Callable[[str, str], None] = lambda what, unit: None
         self._optimizer = optimizer
         # In the order of the next forward: the root's units, which it reads first, may be registered last.
@@ -71,13 +72,8 @@ class UnitUpdater:
             for unit in units:
                 optimizer.begin(unit, groups[unit.plan.group])
 
-    def run(self, groups: Sequence[Group], factor: float | torch.Tensor, unclipped: float | torch.Tensor) -> None:
-        """Update every unit once, and send it to the ranks that keep it.
-
-        The gradient is `factor` x the reduced one; `unclipped` is the factor without clipping, for the norms.
-        """
-        if self.norms is not None:
-            self.norms.average(unclipped)
+    def run(self, groups: Sequence[Group], factor: float | torch.Tensor) -> None:
+        """Update every unit once with `factor` x the reduced gradient, and send it to the ranks that keep it."""
         # If ranks must begin collectives in one order, no thread beside the loop can send parameters.
         publish = not any(unit.mesh.shard.ordered for unit in self._units)
         updates, now = [], []
@@ -175,8 +171,8 @@ class UnitUpdater:
             changes, before = unit.shard.changes, None
             if changes is not None and not self._optimizer.marks_changes:
                 before = unit.shard.master.shard.clone()
-            norms = contextlib.nullcontext() if self.norms is None else self.norms.of(unit, grad)
-            with norms, placement.events.span("update", unit.plan.name):
+            around = contextlib.nullcontext() if self.around is None else self.around(unit, grad)
+            with around, placement.events.span("update", unit.plan.name):
                 self._optimizer.update(unit, grad, update.group, update.factor, self.threads if on_host else None)
             if before is not None:
                 mark(changes.marks(), before, unit.shard.master.shard)

@@ -94,10 +94,7 @@ def _attend(
 
 
 def keep_out_compiler() -> None:
-    """From now on, compiled code calls attention as it is: what it does depends on each forward's documents.
-
-    It imports the compiler, which takes over a second; so not before ranks share sequences.
-    """
+    """Have compiled code call attention as it is, by each forward's documents. Imports the compiler: over a second."""
     global _attend
     if not hasattr(_attend, "_torchdynamo_orig_callable"):
         _attend = torch.compiler.disable(_attend)
@@ -110,7 +107,7 @@ def shared(query: torch.Tensor, key: torch.Tensor) -> tuple[str, Sequence] | Non
 
 
 def _in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As torch's own operator under autocast."""
+    """The tensors in the dtype of autocast, where it is enabled, as torch's own operator takes them."""
     kind = tensors[0].device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors

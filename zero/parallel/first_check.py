@@ -61,7 +61,7 @@ def part_of(named: Mapping[str, Any], first: str, cut: list[str], ranks: int, ha
 
 
 class Output(NamedTuple):
-    """What a module returned: one number for each position, or, where it has no positions, the values as they are."""
+    """A module's output: one number for each position, or, where it has no positions, the values as they are."""
 
     values: torch.Tensor
     width: int  # how many there were for each position, 0 where it has none
@@ -109,7 +109,7 @@ def compare(
 def _text(
     module: nn.Module, wanted: Outputs, found: Outputs, apart: Mapping[tuple[str, str, int], int], weighed: str
 ) -> str:
-    """What to say of outputs that are apart, and where; nothing if there are none."""
+    """The error for outputs that are apart, and where; empty if there are none."""
     if not apart:
         return ""
     returned = next((each for each in apart if not each[0]), None)
@@ -145,7 +145,7 @@ def _text(
 
 
 def _outputs(module: nn.Module, run: Callable[[], Any], length: int, error: float = 0.0) -> Outputs:
-    """What `run()` and each module in it return. error: of fp32, where outputs are to be changed by rounding."""
+    """The outputs of `run()` and of each module in it. error: of fp32, where outputs are to be changed by rounding."""
     found: Outputs = {}
     calls: Counter[str] = Counter()
 

@@ -20,7 +20,7 @@ def loss_in(output: Any) -> torch.Tensor | None:
 
 
 def count_in(output: Any) -> float | None:
-    """What a loss counts, of a model that returned (loss, count); None where it said nothing."""
+    """The count of a model that returned (loss, count); None where it returned something else."""
     if not isinstance(output, tuple) or len(output) != 2 or isinstance(output[1], bool):
         return None
     count = output[1]
@@ -29,10 +29,7 @@ def count_in(output: Any) -> float | None:
 
 
 def combined(output: Any, loss: torch.Tensor, count: float, sums: bool, axis: Axis) -> Any:
-    """The output with the loss of all pieces in place of this one's, and with the sum of counts if it has one.
-
-    It is the sum of the ranks' losses if `sums`, else their mean by what each counts.
-    """
+    """The output with the loss of all pieces (their sum if `sums`, else their mean by counts) and the sum of counts."""
     if not sums and not count:
         loss = weighted(loss, 0.0).to(loss.dtype)  # whatever a mean over nothing is
     loss, total = _Combined.apply(loss, count, sums, axis)

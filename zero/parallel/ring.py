@@ -23,7 +23,7 @@ _ops = torch.ops.aten
 
 
 class Masking(NamedTuple):
-    """What queries see besides their document; window: so many keys up to themselves, 0 for all."""
+    """The mask besides documents; window: so many keys up to the query, itself included, 0 for all."""
 
     causal: bool
     window: int = 0

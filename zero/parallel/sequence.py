@@ -14,9 +14,10 @@ from zero.plan.sequences import Documents, begins, pieces
 
 @dataclass(frozen=True)
 class Sequence:
-    """axis: the ranks that have a piece each; by_rank: the pieces of each, positions [0, length) in the whole.
+    """A batch of sequences over the ranks of `axis`.
 
-    documents: of the rows that have the same, row after row, with how many rows these are.
+    cut: the pieces of each rank, as positions in the whole; documents: of the rows that have the same, row after row,
+    with how many rows these are.
     """
 
     axis: Axis

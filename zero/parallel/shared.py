@@ -303,7 +303,7 @@ class SharedSequences:
         return sequence
 
     def _count(self, output: Any, named: Mapping[str, Any], sums: bool) -> float:
-        """What the loss of this rank's piece counts: as the model says, or the JSON, or by its labels."""
+        """The number of elements in the loss of this rank's piece: by the model, the JSON, or its labels."""
         count, told = count_in(output), self._section.count
         if count is None and sums:
             return 1.0

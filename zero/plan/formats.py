@@ -16,6 +16,7 @@ BLOCK = 256  # elements that share one scale in 8bit, and one word of the random
 COMPACT_NUMEL = 4096  # parameters from this many elements on may have moments in fewer bits than fp32
 WIRE_BLOCK = 64  # elements that share a scale in messages of 8 bits
 WIRE_RECORD = WIRE_BLOCK + 2  # bytes of a block with its scale
+WIRE_GROUP = 8  # blocks whose codes stand one after the other, their scales behind them
 
 
 class Formats(NamedTuple):

@@ -46,9 +46,8 @@ def matrices_of(name: str, shape: Sequence[int], split: Split, unit: int = 0, st
     Raises ValueError for fewer dimensions, and for parts that do not add up to the rows.
     """
     if len(shape) < 2:
-        raise ValueError(
-            f"parameter '{name}' of shape {tuple(shape)} is no matrix; set its attribute use_muon to false"
-        )
+        why = f"of shape {tuple(shape)} is no matrix; set its attribute use_muon to false"
+        raise ValueError(f"parameter '{name}' {why}")
     stack, shape = (shape[0], shape[1:]) if len(shape) == 3 else (1, shape)
     rows, cols = shape[0], math.prod(shape[1:])
     parts = next((parts for pattern, parts in split.items() if fnmatchcase(name, pattern)), 1)

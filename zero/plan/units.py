@@ -110,10 +110,7 @@ class UnitPlan:
 
     def on(self, world_size: int, alignment: int) -> UnitPlan:
         """The same unit for `world_size` ranks."""
-        layout = make_layout(
-            {spec.name: spec.numel for spec in self.params}, parts_of(self.axes, world_size), alignment
-        )
-        return replace(self, layout=layout)
+        return replace(self, layout=_layout(self.params, world_size, alignment))
 
 
 def plan_units(
@@ -143,13 +140,16 @@ def plan_units(
                 spec = by_name[name]
                 buckets.setdefault((spec.dtype, spec.requires_grad, spec.group, spec.axes), []).append(spec)
         for bucket in buckets.values():
-            layout = make_layout(
-                {spec.name: spec.numel for spec in bucket}, parts_of(bucket[0].axes, world_size), alignment
-            )
-            units.append(UnitPlan(_name(anchor, bucket, len(buckets) > 1), anchor.path, tuple(bucket), layout))
+            name, layout = _name(anchor, bucket, len(buckets) > 1), _layout(bucket, world_size, alignment)
+            units.append(UnitPlan(name, anchor.path, tuple(bucket), layout))
     # The order in which parameters were registered, so that a reader, a checkpoint and every rank agree.
     position = {spec.name: index for index, spec in enumerate(specs)}
     return tuple(sorted(units, key=lambda unit: position[unit.params[0].name]))
+
+
+def _layout(params: Sequence[ParamSpec], world_size: int, alignment: int) -> Layout:
+    numels = {spec.name: spec.numel for spec in params}
+    return make_layout(numels, parts_of(params[0].axes, world_size), alignment)
 
 
 def _untied(node: ModuleNode, seen: set[str]) -> ModuleNode:

@@ -46,7 +46,7 @@ def _is_cache(value: Any) -> bool:
 
 
 def _length(cache: Any, module: nn.Module | None) -> int:
-    """How many positions the cache holds for this module's layer."""
+    """The number of positions that the cache holds for this module's layer."""
     inside = () if module is None else module.modules()
     layer = next((each.layer_idx for each in inside if isinstance(getattr(each, "layer_idx", None), int)), 0)
     try:
@@ -80,10 +80,7 @@ def saved_buffers(module: nn.Module | None) -> list[SavedBuffer]:
 
 
 def changed(buffers: list[SavedBuffer]) -> list[SavedBuffer]:
-    """The buffers that were written or replaced since, and all others of the same owner.
-
-    All others, because batch norm's writes of its statistics cannot be detected; only its count of batches shows them.
-    """
+    """The buffers that were written or replaced since, and all of their owners': batch norm's writes do not show."""
     owners = {
         each.owner
         for each in buffers

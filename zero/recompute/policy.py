@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Policy(enum.Enum):
-    """What is kept of a module's activations between forward and backward."""
+    """The activations of a module that are kept between forward and backward."""
 
     NONE = "none"
     """Everything: nothing is recomputed."""

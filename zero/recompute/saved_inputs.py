@@ -223,11 +223,7 @@ class InputStore:
         self._known: Any = WeakTensorKeyDictionary()
 
     def put(self, arguments: Sequence[Any]) -> list[Any]:
-        """The values to keep in place of the arguments of one call.
-
-        Only tensors made by a graph are saved: nothing else keeps them. Others, such as masks and tables, are shared by
-        calls and kept by their owners.
-        """
+        """The values to keep in place of the arguments: what a graph made is saved, as nobody else keeps it."""
         settings, kept = self.settings, list(arguments)
         if not (settings.cpu_checkpointing or settings.contiguous_memory_optimization or self.axis.size > 1):
             return kept

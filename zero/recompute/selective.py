@@ -37,10 +37,7 @@ _ATTENTION = ("attention", "flash_attn")  # in the names of torch's fused operat
 
 @functools.cache
 def kind_of(op: Any) -> Kind:
-    """The kind of an operator of the dispatcher, such as `torch.ops.aten.mm.default`.
-
-    An operator that writes into its arguments is always repeated: its result could be kept, its writes could not.
-    """
+    """The kind of an operator; one that writes into its arguments is repeated: its writes could not be kept."""
     if getattr(getattr(op, "_schema", None), "is_mutable", False):
         return Kind.CHEAP
     name = str(op).lower()  # namespace.name.overload

@@ -120,9 +120,9 @@ def shape_cost(shape: Shape, sequence: int, itemsize: int = 2) -> ModelCost:
     head = 2.0 * sequence * shape.width * shape.vocabulary
     logits = _FP32 * sequence * shape.vocabulary
     ends = {"embed": ("Embedding", 0.0), "head": ("Linear", head)}
+    nothing = dict.fromkeys(POLICIES, 0.0)
     first, last = (
-        UnitCost(name, kind, False, flops, 2 * flops, *(dict.fromkeys(POLICIES, 0.0) for _ in range(2)), 0.0)
-        for name, (kind, flops) in ends.items()
+        UnitCost(name, kind, False, flops, 2 * flops, nothing, nothing, 0.0) for name, (kind, flops) in ends.items()
     )
     blocks = (replace(block, name=f"blocks.{index}") for index in range(shape.layers))
     saved = logits + 2 * stream + _FP32 * sequence

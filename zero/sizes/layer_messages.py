@@ -6,9 +6,8 @@ noted in place of being done. So these are the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +73,7 @@ def messages(cut: CutCopy, inputs: Inputs, device: str = "cuda") -> list[Message
     if settings.zero.recompute.policy != "auto":
         recomputing.apply(cut.module)
     for each in recomputing.modules:  # whose second run does not see what surrounds a backward
-        each.compile(partial(_within, DeviceKernels(device)))
+        each.compile(DeviceKernels(device).around)
     positional, named = arguments(inputs, _META, kind)
     for _ in range(2 if sections else 1):  # the first step finds out which sums are scattered
         found.clear()
@@ -110,11 +109,3 @@ def message_text(cut: CutCopy, inputs: Inputs, device: str = "cuda") -> Iterator
     for name, (what, nbytes, backward), times in rows:
         when = "backward" if backward else "forward"
         yield f"  {name:<{width}}  {when:<8}  {what:<13} {times:>3} x {factor * nbytes:,.0f} bytes"
-
-
-def _within(kernels: DeviceKernels, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with kernels:
-            return forward(*args, **kwargs)
-
-    return run

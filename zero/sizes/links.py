@@ -31,10 +31,6 @@ class Links(NamedTuple):
         """Bytes that leave the process for other ranks."""
         return self.intra_host + self.inter_host
 
-    def times(self, count: int) -> Links:
-        """So many times that."""
-        return Links(*(count * nbytes for nbytes in self))
-
 
 def sum_of(*links: Links) -> Links:
     """All of them together."""
@@ -95,10 +91,11 @@ class Moves:
 
     def links(self, accumulation: int) -> Links:
         """Bytes of a step of so many micro-batches."""
-        often = {"gather", "regather", *(("reduce", "down") if self.scheme.sharding.grads else ())}
-        counts = dict.fromkeys(often, accumulation) | {"fetch": 2 * accumulation}
-        each = (kinds for messages in self._messages.values() for kinds in messages.items())
-        return sum_of(*(link.times(counts.get(kind, 1)) for kind, links in each for link in links))
+        kinds = {"gather", "regather", *(("reduce", "down") if self.scheme.sharding.grads else ())}
+        counts = dict.fromkeys(kinds, accumulation) | {"fetch": 2 * accumulation}
+        each = (found for messages in self._messages.values() for found in messages.items())
+        often = ((counts.get(kind, 1), link) for kind, links in each for link in links)
+        return sum_of(*(Links(*(count * nbytes for nbytes in link)) for count, link in often))
 
     @cached_property
     def _messages(self) -> dict[int, dict[str, list[Links]]]:

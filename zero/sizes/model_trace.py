@@ -259,14 +259,8 @@ class _Tracer:
         """What a call of the unit gives, from nothing."""
         leaves, structure = tree_flatten((args, kwargs))
         block = anchor in self._blocks and torch.is_grad_enabled()
-        kind = (
-            _kind(module),
-            _replacing(forward),
-            block,
-            torch.is_grad_enabled(),
-            str(structure),
-            *map(_described, leaves),
-        )
+        how = block, torch.is_grad_enabled(), str(structure), *map(_described, leaves)
+        kind = _kind(module), _replacing(forward), *how
         if kind not in self._known:
             self._outer.paused = True
             self._known[kind] = self._measured(module, forward, leaves, structure, block)
@@ -293,12 +287,7 @@ class _Tracer:
         self, module: nn.Module, forward: Callable[..., Any], leaves: list[Any], structure: TreeSpec, block: bool
     ) -> dict[str, _UnitRun]:
         """Run the unit under each policy."""
-
-        def computed(*args: Any, **kwargs: Any) -> Any:
-            with self._kernels:  # in a recomputation, too, which does not see what surrounds the backward
-                return forward(*args, **kwargs)
-
-        run = partial(self._run, leaves, structure)
+        computed, run = self._kernels.around(forward), partial(self._run, leaves, structure)
         plain = run(computed)
         if not block:
             return dict.fromkeys(POLICIES, plain)

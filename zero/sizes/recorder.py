@@ -21,18 +21,16 @@ aten = torch.ops.aten
 _ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout
 
 
-def _grouped_flop(one: Sequence[int], other: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    """Of `_grouped_mm`: rows, or what is summed over, is cut into groups, each with a matrix of its own."""
-    return 2 * math.prod(one if len(other) == 3 else one[-2:]) * other[-1]
-
-
 FORMULAS: Mapping[Any, Callable[..., int]] = {
     # Tensors come in the order of the kernels for GPUs.
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: sdpa_flop(q, k, v),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         lambda grad, q, k, v, *args, **kwargs: sdpa_backward_flop(grad, q, k, v)
     ),
-    aten._grouped_mm: shape_wrapper(_grouped_flop),
+    # Rows, or what is summed over, is cut into groups, each with a matrix of its own.
+    aten._grouped_mm: shape_wrapper(
+        lambda one, other, *args, **kwargs: 2 * math.prod(one if len(other) == 3 else one[-2:]) * other[-1]
+    ),
 }
 """What torch's counter lacks: attention on the CPU, and products of experts; `custom_mapping` for FlopCounterMode."""
 
@@ -148,6 +146,15 @@ class DeviceKernels(TorchFunctionMode):
         if func in (torch.all, torch.Tensor.all, torch.any, torch.Tensor.any) and out.is_meta:
             out.zero_answer = func in (torch.all, torch.Tensor.all)
         return out
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward with these, also in a recomputation, which does not see what surrounds the backward."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return forward(*args, **kwargs)
+
+        return run
 
     @contextmanager
     def _patched(self) -> Iterator[None]:

@@ -40,9 +40,10 @@ class Shape(NamedTuple):
     def tree(self) -> ModuleNode:
         """Its modules."""
         blocks = [ModuleNode(f"blocks.{index}", "Block", tuple(self._block(index))) for index in range(self.layers)]
-        ends = [ModuleNode(name, kind, (f"{name}.weight",)) for name, kind in self._ends()]
+        kinds = {"embed": "Embedding", "norm": "RMSNorm", "head": "Linear"}
+        first, *last = (ModuleNode(name, kind, (f"{name}.weight",)) for name, kind in kinds.items())
         return ModuleNode(
-            "", "Transformer", (), (ends[0], ModuleNode("blocks", "ModuleList", (), (*blocks,), True), *ends[1:])
+            "", "Transformer", (), (first, ModuleNode("blocks", "ModuleList", (), (*blocks,), True), *last)
         )
 
     def specs(self, dtype: str) -> list[ParamSpec]:
@@ -60,10 +61,6 @@ class Shape(NamedTuple):
         sizes |= {"gate": wide, "up": wide, "down": wide}
         return {f"blocks.{index}.{name}.weight": numel for name, numel in sizes.items()}
 
-    @staticmethod
-    def _ends() -> tuple[tuple[str, str], ...]:
-        return ("embed", "Embedding"), ("norm", "RMSNorm"), ("head", "Linear")
-
 
 def shape_of(numel: float, layers: int | None = None, width: int | None = None) -> Shape:
     """A shape of `numel` parameters, to within a thousandth where there are a million or more.
@@ -72,9 +69,8 @@ def shape_of(numel: float, layers: int | None = None, width: int | None = None) 
     MLPs take what attention, embedding and head leave. Raises ValueError where that is nothing, and out of bounds.
     """
     if not 1000 <= numel <= _MOST:
-        raise ValueError(
-            f"number of parameters: got {numel:g}, wanted at least 1000 and at most {_MOST:g}, such as 7e9"
-        )
+        wanted = f"at least 1000 and at most {_MOST:g}, such as 7e9"
+        raise ValueError(f"number of parameters: got {numel:g}, wanted {wanted}")
     for name, value in (("layers", layers), ("width", width)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: got {value}, wanted an integer of at least 1")

@@ -56,15 +56,10 @@ class UnitTimes(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Seconds of one step, and how many of them each worker is busy; the device waits for the rest of them."""
+    """Seconds of one step, and how many of them each worker is busy."""
 
     step: float
     busy: dict[str, float]
-
-    @property
-    def wait(self) -> float:
-        """Seconds of the step in which the device has nothing to do."""
-        return max(0.0, self.step - self.busy[DEVICE])
 
 
 class Pace(NamedTuple):

@@ -1,1 +1,1 @@
-"""What is computed in slices, so that the whole never exists: the loss over a large vocabulary, and huge layers."""
+"""Computation in slices, so that the whole never exists: the loss over a large vocabulary, and huge layers."""

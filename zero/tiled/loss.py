@@ -29,7 +29,7 @@ _FP16_SCALE = 2.0**15
 
 
 class Settings(NamedTuple):
-    """How losses of tokens become one number; see `tiled_cross_entropy`."""
+    """Options of `tiled_cross_entropy`, by which losses of tokens become one number."""
 
     tile_size: int
     ignore_index: int
@@ -254,10 +254,7 @@ class _Slices:
             torch.mm(hidden, self.weight.t(), out=out)
 
     def _differentiate(self, own: slice, log_probs: Tensor, grads: Tensor, log_sums: Tensor, sums: Tensor) -> None:
-        """Turn what `_normalize` has left into the gradient of the logits [rows, vocabulary], in place.
-
-        `grads` is all zeros, and is so again afterwards; where rows are cut, it is not used.
-        """
+        """Turn what `_normalize` left into the gradient of logits, in place; `grads`: zeros, and again afterwards."""
         settings, weights, targets = self.settings, self._weights[own], self.targets[own]
         drift = 2 * settings.z_loss * log_sums * weights
         if settings.vocabulary is not None:

@@ -1,4 +1,4 @@
-"""How tokens are cut into tiles."""
+"""Sizes of slices of tokens."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What only a command of `zero` runs. Nothing outside imports it, but on use: see tests/house/test_floors.py."""
+"""What only a command of `zero` runs. Nothing but `zero.__main__` imports it: see tests/house/test_floors.py."""

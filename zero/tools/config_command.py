@@ -31,10 +31,6 @@ Ask = Callable[[str, Any, Parse], Any]
 """Gives the answer to a question, which has a default."""
 
 
-class NoAnswer(Exception):
-    """The terminal was closed."""
-
-
 def run(given: argparse.Namespace) -> int:
     """Do what `zero config` was asked to; returns the exit status."""
     try:
@@ -43,7 +39,7 @@ def run(given: argparse.Namespace) -> int:
         return _refuse("this is no configuration that runs:\n" + "\n".join(error.errors))
     except (OSError, ValueError) as error:
         return _refuse(str(error))
-    except (KeyboardInterrupt, NoAnswer):
+    except (KeyboardInterrupt, EOFError):
         print(file=sys.stderr)
         return _refuse("nothing was written")
 
@@ -58,10 +54,8 @@ def _write(given: argparse.Namespace) -> int:
     if given.output != "-" and path.exists() and not given.force:
         raise ValueError(f"{path} is there already; give another name with --output, or --force to write over it")
     if not given.default and not sys.stdin.isatty():
-        raise ValueError(
-            "there is no terminal to ask at; pass --default for the defaults, and --set KEY=VALUE for what shall "
-            "differ from them, such as --set zero_optimization.stage=3"
-        )
+        how = "pass --default for the defaults, and --set KEY=VALUE for what shall differ from them, such as"
+        raise ValueError(f"there is no terminal to ask at; {how} --set zero_optimization.stage=3")
     if given.output != "-":
         check_writable(given.output, "--output")
     values: dict[str, Any] = {}
@@ -72,7 +66,10 @@ def _write(given: argparse.Namespace) -> int:
     memory = given.memory or ask("GB of memory of one device", 80.0, above_zero)
 
     def is_open(*keys: str) -> bool:
-        return not any(_same_or_inside(said, key) for said in fixed for key in keys)
+        """Whether none of what was set is one of these, or in it, or around it."""
+        return not any(
+            f"{a}.".startswith(f"{b}.") for said in fixed for key in keys for a, b in ((said, key), (key, said))
+        )
 
     def sized(more: Mapping[str, Any]) -> Estimate:
         return estimate(numel, {**_OPTIMIZERS["AdamW"], **values, **more}, ranks, device=given.device)
@@ -146,25 +143,17 @@ def _say(text: str) -> None:
 def _ask(text: str, default: Any, parse: Parse) -> Any:
     """The answer of the user, the default for an empty one; asks again until it can be read."""
     while True:
-        print(f"{text} [{_shown(default)}]: ", end="", file=sys.stderr, flush=True)
+        shown = f"{default:g}" if isinstance(default, float) else default
+        print(f"{text} [{shown}]: ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
-            raise NoAnswer
+            raise EOFError
         if not line.strip():
             return default
         try:
             return parse(line.strip())
         except argparse.ArgumentTypeError as error:
             _say(f"  {error}")
-
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _same_or_inside(key: str, path: str) -> bool:
-    """Whether setting `key` says something of `path` or of what is around it."""
-    return key == path or key.startswith(f"{path}.") or path.startswith(f"{key}.")
 
 
 def _not_negative(text: str) -> float:

@@ -47,24 +47,25 @@ def run() -> int:
         print(f"{finding.state:<8} {finding.name}: {finding.text}", flush=True)
         states.append(finding.state)
     problems, notes = states.count(PROBLEM), states.count(NOTE)
-    print(f"\n{problems} problem{'s' * (problems != 1)}, {notes} note{'s' * (notes != 1)}")
+    print(f"\n{counted(problems, 'problem')}, {counted(notes, 'note')}")
     return 1 if problems else 0
 
 
 def findings(facts: Facts) -> Iterator[Finding]:
     """All there is to say, what takes seconds last."""
-    kernels = f"{facts.cpu.picked} on the CPU" + (f", CUDA on {len(facts.gpus)} GPU(s)" if facts.gpus else "")
-    yield from (Finding("kernels", PROBLEM, text) for text in facts.problems)
-    if not facts.problems:
+    gpus = facts["gpus"]
+    kernels = f"{facts['cpu']['picked']} on the CPU" + (f", CUDA on {len(gpus)} GPU(s)" if gpus else "")
+    yield from (Finding("kernels", PROBLEM, text) for text in facts["problems"])
+    if not facts["problems"]:
         yield Finding("kernels", OK, f"{kernels}; `zero report` says more")
-    yield from programs(bool(facts.gpus))
+    yield from programs(bool(gpus))
     yield from network()
     yield from limits()
     yield from disks([Path.cwd(), Path(tempfile.gettempdir())])
     yield collectives("gloo", 2)
-    if facts.gpus and facts.versions.nccl:
-        yield collectives("nccl", len(facts.gpus))
-    elif facts.gpus:
+    if gpus and facts["versions"]["nccl"]:
+        yield collectives("nccl", len(gpus))
+    elif gpus:
         yield Finding("nccl", PROBLEM, "this torch was built without it; install torch for CUDA from pytorch.org")
 
 

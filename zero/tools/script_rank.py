@@ -35,7 +35,7 @@ def _import() -> None:
     import torch._dynamo  # noqa: F401 - as the first optimizer of torch's does
 
     from zero.engine import initialize  # noqa: F401 - which imports the engine
-    from zero.tools.check import checked_run  # noqa: F401
+    from zero.engine.check import checked_run  # noqa: F401
 
     gc.freeze()  # pages that no run writes to need no copy
     gc.enable()

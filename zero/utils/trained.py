@@ -1,4 +1,4 @@
-"""From a parameter to the optimizer that updates it, and whether a key or a value fits."""
+"""A trained parameter with its optimizer, and whether a key or a value fits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrainedParam(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, also where this rank's is a part of it."""
+        """The shape of the whole parameter, also where this rank has a part of it."""
         return full_shape(self.owner)
 
     def is_number(self, key: str) -> bool:
@@ -64,7 +64,15 @@ class TrainedParam(NamedTuple):
         problem = self.key_error(what, key)
         if problem is not None:
             return problem
-        return _number_error(what, key, value) if self.is_number(key) else self.value_error(what, value, shape)
+        if not self.is_number(key):
+            return self.value_error(what, value, shape)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return ValueError(f"{what}: got {type(value).__name__} for {key!r}; wanted a number")
+        if key == "step" and (value < 0 or value != int(value)):
+            return ValueError(f"{what}: got {value} for 'step'; wanted a whole number of at least 0")
+        return None
 
     def value_error(self, what: str, value: Any, shape: tuple[int, ...]) -> ValueError | None:
         """The error for a value that is not a tensor of numbers of this shape, or None."""
@@ -84,21 +92,10 @@ def trained_param(param: torch.Tensor) -> TrainedParam | None:
 
 
 def require_trained(param: torch.Tensor, what: str) -> TrainedParam:
-    """As `trained_param`, but raises ValueError for None, on all ranks as they know the same of it."""
+    """The trained parameter; raises ValueError, on all ranks alike, where it is not trained."""
     trained = trained_param(param)
     if trained is None:
         owner = owner_of(param)
         name = f"'{owner.name}' (frozen)" if owner is not None else f"of shape {tuple(param.shape)}"
         raise ValueError(f"{what}: parameter {name} is trained by no engine, so there is nothing to set")
     return trained
-
-
-def _number_error(what: str, key: str, value: Any) -> ValueError | None:
-    """The error for a value that is no number, or for a step that is not a whole one from 0 on."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return ValueError(f"{what}: got {type(value).__name__} for {key!r}; wanted a number")
-    if key == "step" and (value < 0 or value != int(value)):
-        return ValueError(f"{what}: got {value} for 'step'; wanted a whole number of at least 0")
-    return None

@@ -18,7 +18,7 @@ class Collective(NamedTuple):
     """A collective that this rank has begun; `number` counts them, and `sent` are its bytes that leave this rank.
 
     ranks: that have a part in it, () where nobody can tell who has begun it;
-    turn:  which one it is of those with this text among these ranks, from 1;
+    turn:  which one it is of those with this name among these ranks, from 1;
     needs: the ranks whose part is waited for, () for all of `ranks`;
     attempt: of the rank at its step, for what must not meet anything of an attempt that another rank has left.
     """
@@ -61,26 +61,21 @@ class FailedWait(NamedTuple):
 class Begun:
     """The collectives that this rank has begun.
 
-    turns:   how many, by text and by ranks and attempt;
+    turns:   how many, by direction and unit, and by ranks and attempt;
     attempt: how often a step has ended with an exception inside attention that ranks share, or behind it;
     attends: whether such attention has begun in this step.
     """
 
     def __init__(self) -> None:
-        self.turns: dict[str, dict[Among, int]] = {}
+        self.turns: dict[tuple[str, str], dict[Among, int]] = {}
         self.attempt = 0
         self.attends = False
-
-    def count(self, begun: Collective) -> int:
-        """Count one more with its text among its ranks; returns its turn, 0 without ranks."""
-        turns, among = self.turns.setdefault(begun.text, {}), (begun.ranks, begun.attempt)
-        turns[among] = turns.get(among, 0) + bool(begun.ranks)
-        return turns[among]
 
     def lacks(self, record: Record, rank: int) -> bool:
         """Whether another rank waits for a part of this `rank` that has not begun."""
         there = record.blocked
-        turns = {digest(among): turn for among, turn in [*self.turns.get(record.waits, {}).items()]}
+        waited = [known for key, known in [*self.turns.items()] if Collective(*key, 0).text == record.waits]
+        turns = {digest(among): turn for known in waited for among, turn in [*known.items()]}
         if there is None or turns.get(there.among, 0) >= there.turn:
             return False
         if there.needs:

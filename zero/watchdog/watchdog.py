@@ -14,20 +14,84 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
 from zero.errors import Parted
 from zero.watchdog.device_waits import DeviceWaits
-from zero.watchdog.events import Events
 from zero.watchdog.hang_detector import EXPLAINS, OUTLIVES, HangDetector
 from zero.watchdog.hang_report import Phase, clipped
 from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waiting
 from zero.watchdog.status_store import StatusStore
 from zero.watchdog.store_barrier import StoreBarrier
 
+Stamp = Any  # a time: a float of time.perf_counter(), or an event of a GPU's stream
+Span = Callable[[str, str], AbstractContextManager[Any]]  # (verb, unit) -> around the work
+Waited = Callable[[Any, Stamp, Stamp, Stamp], None]  # a Collective, its begin, and one wait for it: begin, end
+_NOTHING = contextlib.nullcontext()
+_KEPT = 1000  # begins of collectives to keep: never more are in flight
 DIRECTIONS = ("gather", "reduce", "replica gather")
+
+
+class Events:
+    """The events of one engine on this rank. Subscribers are called on the thread that does the work.
+
+    Spans are of work on a unit (gather, release, reduce, sum, update, copy, write, "wait read", "wait update") or of a
+    call of the engine (the name of its phase, and no unit).
+
+    clock: returns the current time, of the device that waits end on.
+    """
+
+    def __init__(self) -> None:
+        self.clock: Callable[[], Stamp] = time.perf_counter
+        self._spans: tuple[Span, ...] = ()
+        self._waits: tuple[Waited, ...] = ()
+        self._begun: dict[int, Stamp] = {}  # by number of the collective, while waits have subscribers
+
+    def subscribe(self, span: Span | None = None, waited: Waited | None = None) -> Callable[[], None]:
+        """Subscribe to spans, waits, or both; returns a function that ends the subscription."""
+        self._spans += () if span is None else (span,)
+        self._waits += () if waited is None else (waited,)
+
+        def end() -> None:
+            self._spans = tuple(each for each in self._spans if each is not span)
+            self._waits = tuple(each for each in self._waits if each is not waited)
+
+        return end
+
+    def span(self, verb: str, unit: str = "") -> AbstractContextManager[Any]:
+        """Around work on a unit, or a call of the engine."""
+        return self._each(verb, unit) if self._spans else _NOTHING
+
+    def began(self, number: int) -> None:
+        """Record the begin of a collective."""
+        if self._waits:
+            self._begun[number] = self.clock()
+
+    @contextlib.contextmanager
+    def waiting(self, collective: Any) -> Iterator[None]:
+        """Around a wait for a collective."""
+        if not self._waits:
+            yield
+            return
+        start = self.clock()
+        yield
+        begun, end = self._begun.get(collective.number, start), self.clock()
+        for told in self._waits:
+            told(collective, begun, start, end)
+        if len(self._begun) > 2 * _KEPT:  # another thread may add one meanwhile
+            for number in sorted(self._begun)[:_KEPT]:
+                self._begun.pop(number, None)
+
+    @contextlib.contextmanager
+    def _each(self, verb: str, unit: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for span in self._spans:
+                stack.enter_context(span(verb, unit))
+            yield
 
 
 class Watchdog:
@@ -107,8 +171,11 @@ class Watchdog:
             status.sent += sent
             begun = status.begun
             begun.attends |= attends
-            fresh = Collective(direction, unit, status.number, sent, ranks, 0, needs, begun.attempt * attends)
-            status.last = collective = fresh._replace(turn=begun.count(fresh))
+            attempt = begun.attempt * attends
+            turns = begun.turns.setdefault((direction, unit), {})
+            turns[ranks, attempt] = turn = turns.get((ranks, attempt), 0) + bool(ranks)
+            collective = Collective(direction, unit, status.number, sent, ranks, turn, needs, attempt)
+            status.last = collective
         if self.order is not None:
             self.order.append(collective.text)
         self.events.began(collective.number)

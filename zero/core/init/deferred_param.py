@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from zero.compat.bitsandbytes import Int8, format_of
 from zero.core import comm
 from zero.core.initial_values import share_equal, share_quant_state
 from zero.core.mesh import Mesh
 from zero.core.owner import Owner, axes_of, cut_of, placed_as
 from zero.core.param_buffer import ParamBuffer, State
+from zero.core.quantized_params import Int8, format_of
 from zero.core.released import Placeholder, Released, absent
 from zero.core.torch_private import parameter_of_class, tensors_of_storage
 from zero.core.unit import ShardedParams

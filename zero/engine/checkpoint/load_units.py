@@ -17,8 +17,8 @@ from zero.checkpoint.differences import Ask, Match, TargetParameter, compare, st
 from zero.checkpoint.index import Damaged, Index, SavedParameter
 from zero.checkpoint.reader import SLICE, Reader
 from zero.checkpoint.safe_file import DTYPES, NAMES, dtype_name
-from zero.compat.bitsandbytes import load_quant_state, quant_params
 from zero.core.agree import agree, if_different
+from zero.core.quantized_params import load_quant_state, quant_params
 from zero.core.unit import Unit
 from zero.core.world import Axis
 from zero.engine.checkpoint.saved_state import saved_buffers

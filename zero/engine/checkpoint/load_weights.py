@@ -16,7 +16,6 @@ from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import dtype_name
 from zero.checkpoint.verify import check_headers
 from zero.checkpoint.weight_files import sort_out, weights_at
-from zero.compat.pipe import PipelineModule
 from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import cut_of, owner_of
 from zero.core.param_buffer import State
@@ -34,6 +33,7 @@ from zero.engine.checkpoint.load_units import (
 )
 from zero.engine.checkpoint.saved_state import saved_buffers
 from zero.engine.engine import Engine
+from zero.engine.pipeline_module import PipelineModule
 from zero.engine.weights import Unmatched
 from zero.log import rank_zero
 from zero.memory.available import give_back

@@ -1,4 +1,4 @@
-"""From a model to the stages of this rank."""
+"""Dividing a model into stages, of which this rank keeps its own."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Pipelined:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Of each stage, the rank along pp that has it."""
+        """The rank along pp of each stage."""
         return self.schedule.places
 
     def schedule_of(self, micro_batches: int) -> Schedule:
-        """The same for so many micro-batches."""
+        """This schedule, for so many micro-batches."""
         known = self.schedule
         return make_schedule(known.style, len(known.orders), micro_batches, len(known.places) // len(known.orders))
 

@@ -101,7 +101,7 @@ def starts_of(
 
 
 def _numels(model: nn.Module, names: Sequence[str]) -> list[float]:
-    """Of each layer, with what is before the first one and behind the others; each parameter once in each."""
+    """Parameters of each layer, with those before the first one and behind the others; each once in each."""
     held = [set() for _ in names]
     for name, at in _assigned(model, {name: at for at, name in enumerate(names)}, "", [0]):
         held[at].update(params_of(model, name))
@@ -157,7 +157,7 @@ def in_eval(model: nn.Module) -> Iterator[None]:
 
 
 def params_of(model: nn.Module, name: str) -> Iterator[nn.Parameter]:
-    """Those of the module of this name, or the parameter; none where it is not here."""
+    """The parameters of the module of this name, or the parameter itself; none where it is not here."""
     parent, _, child = name.rpartition(".")
     owner = model.get_submodule(parent)
     if child in owner._modules:

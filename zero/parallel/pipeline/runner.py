@@ -35,7 +35,7 @@ class Calls(NamedTuple):
 
 
 class Handed(NamedTuple):
-    """What one stage hands to the next on this rank; `said`: its form."""
+    """Activations or gradients between two stages of this rank; `said`: their form."""
 
     said: Any
     tensors: Sequence[torch.Tensor]
@@ -229,7 +229,7 @@ class Run:
         self._coming[action] = self._runner.messages.receive(forms, self._places[at + 1], "gradients", what)
 
     def _arrived(self, action: Action) -> Handed:
-        """What comes into a stage by this action, from another rank or from a stage here."""
+        """The input of a stage, or gradient of its output, from another rank or from a stage here."""
         if action in self._handed:
             return self._handed.pop(action)
         said = self._said(action, "") if action.kind is Kind.RECEIVE_FORWARD else None

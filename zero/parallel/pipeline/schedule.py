@@ -11,7 +11,7 @@ from zero.plan.pipeline import Action, Kind, Schedule, single_order
 
 
 def of_section(settings: Config, batches: int = 0) -> Schedule:
-    """What the JSON says; of so many batches, by default those of one schedule."""
+    """The schedule that the JSON says; of so many batches, by default those of one schedule."""
     section = settings.pipeline
     size = settings.train_micro_batch_size_per_gpu
     batches = batches or section.micro_batches or settings.gradient_accumulation_steps

@@ -131,7 +131,7 @@ class Divided:
         return self._graphs[key]
 
     def _names(self, batch: Batch) -> dict[str, Any]:
-        """What the forward is called with, by name."""
+        """The arguments of the forward, by name."""
         bound = inspect.signature(self.model.forward).bind(*batch.args, **batch.kwargs)
         return dict(bound.arguments)
 
@@ -239,7 +239,7 @@ def split(graph: fx.Graph, stage_of: Mapping[str, int], stages: int, model: nn.M
 
 
 def _piece(graph: fx.Graph, output: fx.Node, takes: list[fx.Node], gives: list[fx.Node], last: bool) -> Piece:
-    """What must be computed of `gives`, or of the output, from `takes` and the inputs."""
+    """The piece that computes `gives`, or the output, from `takes` and the inputs."""
     wanted, needed = ([output] if last else [*gives]), set()
     while wanted:
         node = wanted.pop()

@@ -52,7 +52,7 @@ class Alive(NamedTuple):
 
 
 class Alias(torch.autograd.Function):
-    """The same memory and gradient by another tensor, no view."""
+    """Another tensor with the same memory and gradient, which is no view and no leaf."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Stage:
         self.alive: dict[int, Alive] = {}
 
     def run(self, values: Any, batch: Batch) -> Any:
-        """From what comes from the stage before to what goes to the next one, or the model's output."""
+        """The forward: from the output of the stage before to that of this one."""
         return self._run(self.index, values, batch)
 
     def keep(self, number: int, inputs: Sequence[torch.Tensor], output: Any) -> None:
@@ -103,7 +103,7 @@ class Stage:
         return [_laid_out(grad, each) for grad, each in zip(found, alive.inputs, strict=True)]
 
     def backward_weight(self, number: int) -> None:
-        """What `backward_input` has left; `Reducer.sweep` then runs hooks that autograd did not."""
+        """The gradients of the parameters; `Reducer.sweep` then runs hooks that autograd did not."""
         alive = self.alive.pop(number)
         if alive.rest is not None:
             backward_of_params(alive.rest)

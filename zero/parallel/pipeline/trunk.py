@@ -99,7 +99,7 @@ class Trunk(Divided):
                 return reached.args[0]
 
     def _given(self, batch: Batch) -> dict[str, Any]:
-        """What the model is called with, by name."""
+        """The arguments of the model's forward, by name."""
         given = dict(zip(inspect.signature(self.model.forward).parameters, batch.args, strict=False)) | batch.kwargs
         for name in _COLLECTED:
             asked = given.get(name)
@@ -108,7 +108,7 @@ class Trunk(Divided):
         return given | ({"use_cache": False} if "use_cache" in self._takes else {})
 
     def _calls(self, stage: int, came: Any) -> dict[str, Callable[..., Any]]:
-        """What modules do in a stage instead, into which this came."""
+        """The forwards that modules get instead in a stage, of which `came` is the input."""
         at = [self.stage_of[name] for name in self._blocks]
         first, name = at.index(stage), self._blocks[len(at) - at[::-1].index(stage) - 1]
         last, nan = self.model.get_submodule(name), map_leaves(came, _nan)

@@ -95,7 +95,7 @@ class CutModel:
         return inputs, kwargs
 
     def misfit(self, error: BaseException) -> str | None:
-        """What to say of an exception of a forward before the first step; None for one that says enough itself."""
+        """The text for an exception of a forward before the first step; None for one that says enough itself."""
         if self._first is None or not isinstance(error, (RuntimeError, IndexError)) or "tensor_parallel" in str(error):
             return None
         what = f"a forward of {type(self._model).__name__}, cut as {self.plan.source} says, failed: {error}"
@@ -103,7 +103,7 @@ class CutModel:
         return f"tensor_parallel: {what}. {then}"
 
     def __reduce__(self) -> NoReturn:
-        """Of a copy, or of the model in a file, which would have parts of layers that nobody puts together."""
+        """Refuse copies, and the model in a file: they would have parts of layers that nobody puts together."""
         raise RuntimeError(
             f"a copy of {type(self._model).__name__}, whose layers are cut over {self.axis.size} ranks, would have "
             "this rank's parts of them; take engine.module_state_dict() and load it into a model made anew"
@@ -173,10 +173,7 @@ class CutModel:
         self._forwards, self._changed = [], []
 
     def widen(self, memo: Mapping[int, Any]) -> None:
-        """Give a copy of the model, whose parameters are whole, the attributes that it had before it was cut.
-
-        memo: of `copy.deepcopy`, which found something else in place of this record.
-        """
+        """Give a copy of the model, whose parameters are whole, the attributes of before; memo: of `copy.deepcopy`."""
         memo[id(self._model)].__dict__.pop(RECORD, None)
         for module, name, value in reversed(self._changed):
             setattr(memo[id(module)], name, value)
@@ -275,7 +272,7 @@ def _here(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutModel | None:
-    """How the model is to be cut; None where it is not, or by hand; the record where by another engine.
+    """The plan by which to cut the model; None where it is not, or by hand; the record where by another engine.
 
     One rank has the blocks of a tree, too. Raises ValueError for what cannot be cut.
     """

@@ -31,10 +31,7 @@ ERRORS = {
 
 
 class FirstStep:
-    """Watches the first backward of a model: which parameters have the same gradients on all ranks along the axis.
-
-    loss: of the first micro-batch, if the engine was given one; it must be the same, too.
-    """
+    """Watches the first backward: which gradients, and the `loss`, are the same on all ranks along the axis."""
 
     def __init__(self, model: nn.Module, plan: TensorPlan, axis: Axis) -> None:
         self.axis = axis

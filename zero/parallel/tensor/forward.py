@@ -27,7 +27,7 @@ class Replaced(ReplacedForward):
         self.axis = axis
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own forward, of which the first argument is the tensor that is moved."""
+        """Call `run` as the module's own forward is called, of which the first argument is the tensor that is moved."""
         if args:
             return self.run(args[0], args[1:], kwargs)
         tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
@@ -35,7 +35,7 @@ class Replaced(ReplacedForward):
         return self.run(kwargs[name], (), kwargs, name)
 
     def run(self, x: Any, args: Any, kwargs: dict[str, Any], name: str = "") -> Any:
-        """What is run instead; `name`: of `x` among the keywords, if it is one."""
+        """The forward that is run instead; `name`: of `x` among the keywords, if it is one."""
         raise NotImplementedError
 
     def call(self, x: Any, args: Any, kwargs: dict[str, Any], name: str) -> Any:
@@ -148,7 +148,7 @@ class CutForward(Replaced):
         return self._given(out)
 
     def _whole(self, x: Any, args: Any, kwargs: dict[str, Any], name: str) -> Any:
-        """The same with whole features in and out; without gradients."""
+        """The layer's forward with whole features in and out; without gradients."""
         layer, rows = self._layer, self._layer.style.dim == "in"
         if rows:
             if x.shape[-1] != layer.numel:  # on all ranks alike, some of which would find their features

@@ -183,7 +183,7 @@ def _dims(layer: Layer, base: nn.Module) -> dict[str, int]:
 
 
 def _adapters(layer: Layer, dim: str) -> Iterator[Slot]:
-    """Of LoRA, whose inner dim is whole: of a layer cut along its outputs A sees all and B gives a part."""
+    """Parameters of LoRA, whose inner dim is whole: of a layer cut along its outputs A sees all and B gives a part."""
     module = layer.module
     for name, child in module.named_children():
         params = [
@@ -236,14 +236,14 @@ def set_shares(block: Sequence[Layer], scopes: Sequence[nn.Module], config: Any,
 
 
 def _of(config: Any, name: str) -> Any:
-    """What a configuration says, or None; where layers differ in it, one of transformers raises a RuntimeError."""
+    """A value of a configuration, or None; where layers differ in it, one of transformers raises a RuntimeError."""
     with contextlib.suppress(RuntimeError):
         return getattr(config, name, None)
     return None
 
 
 def _heads(block: Sequence[Layer], scopes: Sequence[nn.Module], config: Any) -> dict[str, int] | None:
-    """How many heads each layer of an attention has; None where the block is none."""
+    """The number of heads of each layer of an attention; None where the block is none."""
 
     def said(names: Sequence[str]) -> int | None:
         found = (getattr(each, name, None) for each in scopes for name in names)

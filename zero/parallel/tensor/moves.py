@@ -1,4 +1,4 @@
-"""What activations go through where layers are cut: a collective in the forward, and its transpose in the backward.
+"""Collectives of activations where layers are cut: one in the forward, and its transpose in the backward.
 
 A tensor that is whole is the same on all ranks along the axis, and so is its gradient; of one that is a partial sum,
 the sum over the ranks is meant, and of one that is cut, each rank has a part along a dim. M. Shoeybi et al.,

@@ -1,4 +1,4 @@
-"""From the styles of a model's layers to what one rank has of it: a plan, before anything is changed."""
+"""The plan of which part of each layer a rank has, from the styles of layers; nothing is changed yet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Block:
 
 
 class Place(NamedTuple):
-    """What a rank has of a parameter: a slice of it, None for all; and the axes of the ranks that share it.
+    """A rank's slice of a parameter (`cut`, None for all), and the axes of the ranks that share it.
 
     dim: that is cut, along which each of the ranks has these `ranges`, starts and sizes; said: by the plan of a user or
     a model, that its gradient is a part of a sum.
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 @dataclass
 class TensorPlan:
-    """How a model is cut over `ranks`, of which this is number `rank`.
+    """The plan that cuts a model over `ranks`, of which this is number `rank`.
 
     alone: layers that no other has to be cut like; counted: attributes that count what is cut, by modules; blocks of
     the trunk and what is cut inside of each, `sections`, where sequences are cut, too.
@@ -72,7 +72,7 @@ class TensorPlan:
 
 
 def tensor_plan(model: nn.Module, section: Any, rank: int, ranks: int) -> TensorPlan:
-    """How the section `tensor_parallel` cuts a model; changes nothing.
+    """The plan by which the section `tensor_parallel` cuts a model; changes nothing.
 
     Raises ValueError where nothing tells how, with what there is, and where ranks do not divide what belongs together.
     """
@@ -209,7 +209,7 @@ def _blocks(layers: list[Layer]) -> list[Block]:
 
 
 def _in_order(found: list[Layer]) -> list[list[Layer]]:
-    """Of one module that has several blocks: each ends with a layer that is cut along its inputs."""
+    """The blocks of one module that has several: each ends with a layer that is cut along its inputs."""
     parts: list[list[Layer]] = [[]]
     for at, layer in enumerate(found):
         parts[-1].append(layer)
@@ -277,7 +277,7 @@ def _sees_tokens_alone(module: nn.Module) -> bool:
 
 
 def _found(model: nn.Module) -> str:
-    """What an error lists of a model that nothing is known of."""
+    """The layers of a model whose names say nothing, for an error."""
     linears: dict[str, str] = {}
     for name, module in linears_of(model):
         weight = base_of(module).weight

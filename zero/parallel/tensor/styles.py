@@ -98,7 +98,7 @@ def styles_of(model: nn.Module, section: Any) -> Styles:
 
 
 def _planned(model: nn.Module) -> Styles | None:
-    """Of the model's `tp_plan`; None where it has none, or one of its head only."""
+    """Styles of the model's `tp_plan`; None where it has none, or one of its head only."""
     prefix, theirs = pretrained(model) or ("", model)
     plan = getattr(theirs, "tp_plan", None)
     if not isinstance(plan, Mapping):  # of a module of nobody's, as DeepSpeed reads it: `*` stands for any text
@@ -122,7 +122,7 @@ def _planned(model: nn.Module) -> Styles | None:
 
 
 def _structured(model: nn.Module) -> Styles:
-    """By what layers are called; and the head, where it is said which that is."""
+    """Styles by what layers are called; and of the head, where it is said which that is."""
     styles, packs, named = {}, {}, dict(model.named_modules())
     counted: dict[str, tuple[str, ...]] = {}
     for name, module in named.items():
@@ -150,7 +150,7 @@ def _structured(model: nn.Module) -> Styles:
 
 
 def _specified(model: nn.Module, given: Any) -> Styles:
-    """Of `partition_config`, whose patterns match names of parameters; an empty style for what is to stay whole."""
+    """Styles of `partition_config`, whose patterns match names of parameters; an empty one for what stays whole."""
     styles, packs, named = {}, {}, dict(model.named_modules())
     kind = getattr(getattr(model, "config", None), "model_type", None)
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -39,7 +39,7 @@ class _Blocks(NamedTuple):
     axis: Axis
 
     def of(self, x: Tensor, dim: int, cut: bool = True) -> list[Tensor]:
-        """What belongs to each block, in one piece: a part along `dim`, or all."""
+        """The part of each block along `dim`, or all of `x`, in one piece."""
         spans = self.ranges if cut else [((0, x.shape[dim]),)]
         found = [_aligned(_cat([x.narrow(dim, *span) for span in each], dim)) for each in spans]
         return found if cut else found * len(self.ranges)
@@ -141,7 +141,7 @@ class NoDraws(Regions):
     """Where each rank has a part of the activations, nothing is drawn: it would depend on how many ranks there are."""
 
     def enter(self) -> None:
-        """From here on, nothing is."""
+        """From here on, nothing may be drawn."""
         if self._after is None:
             self._after = self._generator.get_state()
 

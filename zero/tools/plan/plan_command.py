@@ -72,12 +72,9 @@ def _ranks_per_host(given: argparse.Namespace) -> int:
 
 
 def _print_groups(given: argparse.Namespace) -> None:
-    """The groups of a grid in words, an axis of one rank left out."""
     if not given.groups:
-        raise ValueError(
-            "nothing to print: add --params N, such as 70e9, or a model, for the memory that it takes, or --groups "
-            "for the groups of ranks along each axis"
-        )
+        wanted = "add --params N, such as 70e9, or a model, for the memory that it takes, or --groups for the groups"
+        raise ValueError(f"nothing to print: {wanted} of ranks along each axis")
     if len(given.world or []) != 1:
         raise ValueError("--world: --groups wants one number of ranks")
     grid = _grid(given)
@@ -192,17 +189,14 @@ class PlannedModel:
     """
 
     def __init__(self, given: argparse.Namespace) -> None:
-        self._given = given
-        self._sequence = given.sequence or _SEQUENCE
+        self._given, self._sequence = given, given.sequence or _SEQUENCE
         self.model: nn.Module | Shape
         if given.model is None:
             self.model, self.inputs = shape_of(given.params, given.layers, given.width), None
             return
         if ":" not in given.model and not os.path.isdir(given.model):
-            raise ValueError(
-                f"model: got {given.model!r}; wanted module:function, such as train:make_model, or a folder with a "
-                "config.json"
-            )
+            wanted = "module:function, such as train:make_model, or a folder with a config.json"
+            raise ValueError(f"model: got {given.model!r}; wanted {wanted}")
         from zero.tools.plan.source import load_model
 
         self.model, self.inputs = load_model(given.model, self._sequence)
@@ -216,8 +210,11 @@ class PlannedModel:
             units = (replace(it, working=it.working + held * it.recomputable * it.saved["full"]) for it in cost.units)
             notes = (*cost.notes, "The time of attention's messages is not counted.")
             cost = replace(cost, units=tuple(units), notes=notes)
-        if self._given.device != "measured":
-            return Setup(self.model, cost, settings, _rates_of(self._given.device), per_host)
+        if (device := self._given.device) != "measured":
+            if (name := _DEVICE if device == "cuda" else device) not in DEVICES:
+                known = f"measured, {', '.join(DEVICES)}; or cuda or cpu, for bytes only"
+                raise ValueError(f"--device: got {device!r}, wanted one of {known}")
+            return Setup(self.model, cost, settings, DEVICES[name], per_host)
         rates, note = self._measured(settings, cost)
         return Setup(self.model, replace(cost, notes=(*cost.notes, note)), settings, rates, per_host, _has_gpu())
 
@@ -288,25 +285,12 @@ def _written(path: str, setup: Setup, row: PlanRow) -> Iterator[str]:
 def _settings(given: argparse.Namespace) -> Config:
     """The configuration, on the first number of ranks. Of batch sizes that cannot hold on several, one is left."""
     source, worlds = DEFAULT if given.config is None else given.config, given.world or WORLDS
-    if len(worlds) == 1:
-        return load(source, worlds[0], filled=False, refused=PARTS_OF_MODEL)
-    values = read(source).values
-    if TRAIN in values:
-        values = {key: value for key, value in values.items() if key not in (MICRO, STEPS)}
-    return load(values, worlds[0], filled=False, refused=PARTS_OF_MODEL)
+    if len(worlds) > 1 and TRAIN in (values := read(source).values):
+        source = {key: value for key, value in values.items() if key not in (MICRO, STEPS)}
+    return load(source, worlds[0], filled=False, refused=PARTS_OF_MODEL)
 
 
 def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _rates_of(device: str) -> Rates:
-    """Of the device with this name."""
-    name = _DEVICE if device == "cuda" else device
-    if name not in DEVICES:
-        raise ValueError(
-            f"--device: got {device!r}, wanted one of measured, {', '.join(DEVICES)}; or cuda or cpu, for bytes only"
-        )
-    return DEVICES[name]

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zero.config.sections import ActivationCheckpointing
 from zero.core import comm
+from zero.core.mixed_precision import DTYPES
 from zero.core.world import Axis, local_device, make_world
 from zero.engine.joining import init_distributed
 from zero.log import counted
@@ -39,7 +40,7 @@ from zero.tools.started_ranks import SECONDS, run_on_ranks
 
 _SECONDS = 0.6  # of each measurement
 _TIMEOUT = 120.0  # seconds that ranks wait for each other
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 _SMALL, _LARGE = 1 << 12, 1 << 24  # bytes that a rank sends to each other one
 _BLOCKS, _BATCH, _SEQUENCE, _HEAD = 4, 2, 256, 64  # of the transformer
 _AGAIN = 4  # rounds of all policies of recomputation
@@ -95,7 +96,7 @@ def measure(dtype: str, width: int = 512, model: Build | None = None) -> dict[st
     device = local_device()
     # The fused step's are medians over two seconds in `zero report`; here the matter is what ranks take of each other.
     found = speed.measure(2 * _SECONDS, 1 << 23)
-    step, copied = (found.fp32 if dtype == "fp32" else found.mixed) * 1e9, found.copy * 1e9
+    step, copied = found["fp32" if dtype == "fp32" else "mixed"] * 1e9, found["copy"] * 1e9
     flops: dict[str, float] = {}
     for name in dict.fromkeys(("fp32", dtype)):
         module, turn = one_pass(name, width, device, model)
@@ -146,7 +147,7 @@ def recomputing(module: nn.Module, turn: Callable[[], None], device: torch.devic
 
 def one_pass(dtype: str, width: int, device: torch.device, model: Build | None) -> tuple[nn.Module, Callable[[], None]]:
     """A model, and a forward and backward of it, behind which ranks wait for each other: the slowest one counts."""
-    kind = _DTYPES[dtype]
+    kind = DTYPES[dtype]
     module, inputs = (partial(_blocks, width) if model is None else model)()
     module = module.to(device, kind).train()
     args, kwargs = arguments(inputs, device, kind)

@@ -79,18 +79,17 @@ class Setup:
     @cached_property
     def speed(self) -> float:
         """FLOP/s in the dtype of the forward. Raises ValueError where the device has none in that."""
-        dtype = self.dtype
-        if dtype not in self.rates.flops:
-            known = ", ".join(self.rates.flops)
+        flops, dtype, name = self.rates.flops, self.dtype, self.rates.name
+        if dtype not in flops:
             raise ValueError(
-                f"{self.rates.name} computes in {known}, the configuration says {dtype}; change one of them"
+                f"{name} computes in {', '.join(flops)}, the configuration says {dtype}; change one of them"
             )
-        return self.rates.flops[dtype]
+        return flops[dtype]
 
     @cached_property
     def blocks(self) -> list[str]:
-        """Patterns of the paths of all that can be recomputed."""
-        return list(dict.fromkeys(pattern_of(unit.name) for unit in self.cost.units if unit.recomputable))
+        """The paths of all that can be recomputed, with stars for numbers in lists."""
+        return list(dict.fromkeys(re.sub(r"\d+$", "*", unit.name) for unit in self.cost.units if unit.recomputable))
 
     @cached_property
     def policy(self) -> str:
@@ -100,11 +99,6 @@ class Setup:
             return "none"
         on_host = self.settings.activation_checkpointing.cpu_checkpointing and section.policy == "full"
         return "host" if on_host else section.policy if section.policy in POLICIES else "none"
-
-
-def pattern_of(name: str) -> str:
-    """The path of a module, with a star for its number in a list."""
-    return re.sub(r"\d+$", "*", name)
 
 
 def _within(path: str, states: Mapping[str, int]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import psutil
 import torch
@@ -23,26 +22,13 @@ COPY, UPDATE, FP32, MIXED = 8, 12, 28, 26
 _HELD = 22  # bytes per parameter of all arrays
 
 
-@dataclass(frozen=True)
-class Speed:
-    """GB/s (1e9 bytes) of what was read and written, medians over rounds in which all took turns.
+def measure(seconds: float = SECONDS, numel: int = NUMEL) -> dict[str, float]:
+    """Take turns for about `seconds` with arrays of `numel` elements (fewer where memory is short).
 
-    `copy` and `update` are torch's ``a.copy_(b)`` and ``a.add_(b)`` in fp32; the shares, in percent, are of the faster.
+    GB/s (1e9 bytes) of what was read and written, medians over rounds in which all took turns: "copy" and "update" are
+    torch's ``a.copy_(b)`` and ``a.add_(b)`` in fp32, "mixed" and "fp32" the steps. Their shares, in percent, are of the
+    faster of those two.
     """
-
-    numel: int
-    threads: int
-    rounds: int
-    copy: float
-    update: float
-    mixed: float
-    mixed_share: float
-    fp32: float
-    fp32_share: float
-
-
-def measure(seconds: float = SECONDS, numel: int = NUMEL) -> Speed:
-    """Take turns for about `seconds` with arrays of `numel` elements (fewer where memory is short)."""
     numel = min(numel, int(psutil.virtual_memory().available // (4 * _HELD)))
     turns = _turns(numel)
     times: dict[str, list[float]] = {name: [] for name in turns}
@@ -61,8 +47,9 @@ def measure(seconds: float = SECONDS, numel: int = NUMEL) -> Speed:
     copy, update = rate("copy", COPY), rate("update", UPDATE)
     mixed, fp32 = rate("mixed", MIXED), rate("fp32", FP32)
     share = 100 / max(copy, update)
-    rounds = len(times["mixed"])
-    return Speed(numel, torch.get_num_threads(), rounds, copy, update, mixed, mixed * share, fp32, fp32 * share)
+    found = {"numel": numel, "threads": torch.get_num_threads(), "rounds": len(times["mixed"])}
+    found |= {"copy": copy, "update": update, "mixed": mixed, "mixed_share": mixed * share}
+    return found | {"fp32": fp32, "fp32_share": fp32 * share}
 
 
 def _turns(numel: int) -> dict[str, Callable[[], None]]:

@@ -21,15 +21,15 @@ from zero.config import Config
 from zero.config.override import apply
 from zero.core.owner import is_released
 from zero.core.world import local_device
+from zero.engine import assignment
+from zero.engine.assignment import AssignedRun, unseen, wrap
 from zero.engine.reality import meta_copy
-from zero.launch.contract import ASSIGNED
 from zero.memory.available import available_nbytes, give_back
 from zero.sizes.choice import StageChoice, own_choice
 from zero.sizes.cost import POLICIES
 from zero.sizes.estimate import PlanRow
 from zero.sizes.model_trace import inputs_of, trace
 from zero.sizes.rates import Rates
-from zero.tools.assigned_run import AssignedRun, unseen, wrap
 from zero.tools.plan.rank_rates import measure
 from zero.tools.plan.search import USABLE, Setup, candidates, choices_of
 
@@ -52,7 +52,7 @@ class Trial:
 
     def environment(self, folder: Path) -> dict[str, str]:
         """The variable that tells a script's processes of it."""
-        return {ASSIGNED: json.dumps({"trial": dataclasses.asdict(self), "folder": str(folder)})}
+        return assignment.environment(__name__, folder, **dataclasses.asdict(self))
 
 
 class TriedRun(AssignedRun):
@@ -69,7 +69,6 @@ class TriedRun(AssignedRun):
         self._raw: Mapping[str, Any] = {}
         self._before = self._peak = 0  # bytes of this process without its model at `initialize`; the most beyond them
         self._samples = 0
-        self._steps = 0  # of the engine, before the call of its step
         self._model: nn.Module | None = None
         self._rates: Rates | None = None
 
@@ -113,7 +112,7 @@ class TriedRun(AssignedRun):
         """Measure the steps of this engine, if it is the first that trains."""
         if self._engine is None and engine.optimizer is not None:
             self._engine = engine
-            wrap(engine, "step", self._before_step, self._after_step)
+            wrap(engine, "step", stepped=self._stepped)
             self._seen = engine.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -124,27 +123,19 @@ class TriedRun(AssignedRun):
         if self._trial.space is not None and self._engine.global_rank == 0:
             self._write("plan", self._plan(args, kwargs))
 
-    def _before_step(self, *args: Any, **kwargs: Any) -> None:
-        self._steps = self._engine.global_steps
-
-    def _after_step(self) -> None:
+    def _stepped(self) -> None:
         device = self._engine.device
-        if self._engine.global_steps > self._steps:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            self._ends.append(time.perf_counter())
-            if self.taken == WARMUP + self._trial.steps:
-                times = self._ends[WARMUP - 1 :]
-                found = {"seconds": [end - begin for begin, end in itertools.pairwise(times)]}
-                found |= {"memory": self._memory(device), "samples": self._samples}
-                self._write(f"rank-{self._engine.global_rank}", found)
-                self.end("zero tune")
-
-    def _memory(self, device: torch.device) -> int:
-        """The most bytes that this rank has taken: of the device, or of main memory beyond what it began with."""
         if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device)
-        return self._peak
+            torch.cuda.synchronize(device)
+        self._ends.append(time.perf_counter())
+        if self.taken == WARMUP + self._trial.steps:
+            times = self._ends[WARMUP - 1 :]
+            found = {"seconds": [end - begin for begin, end in itertools.pairwise(times)]}
+            # The most that this rank has taken: of the device, or of main memory beyond what it began with.
+            memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else self._peak
+            found |= {"memory": memory, "samples": self._samples}
+            self._write(f"rank-{self._engine.global_rank}", found)
+            self.end("zero tune")
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         (self.folder / f"{name}.json").write_text(json.dumps(values), encoding="utf-8")
@@ -169,6 +160,11 @@ class TriedRun(AssignedRun):
         rows = [_plain(row, setup.mirrored) for row in rows if "micro_batch" in space or row.micro_batch == size]
         name = _name(own, setup.policy, size, settings.gradient_accumulation_steps)
         return {"config": self._raw, "own": name, "rows": rows}
+
+
+def make_run(folder: Path, **values: Any) -> TriedRun:
+    """What `Trial.environment` has told this process."""
+    return TriedRun(Trial(**values), folder)
 
 
 def _within(choice: StageChoice, own: StageChoice, space: Sequence[str]) -> bool:

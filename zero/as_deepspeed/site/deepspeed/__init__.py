@@ -1,47 +1,24 @@
 """zero, as programs find it that were written for DeepSpeed. Names come from zero when they are first used."""
 
 import zero as _zero
+from deepspeed._modules import MODULES, names_from
 from deepspeed._names import finder
 
 __version__ = f"0.19.6+zero{_zero.__version__}"
 version = __version__
 
-_PACKAGES = (
-    "accelerator",
-    "checkpoint",
-    "comm",
-    "compression",
-    "git_version_info",
-    "launcher",
-    "module_inject",
-    "moe",
-    "ops",
-    "pipe",
-    "profiling",
-    "runtime",
-    "sequence",
-    "utils",
-)
-
 __getattr__ = finder(
     __name__,
     {
-        **{name: f"deepspeed.{name}:" for name in _PACKAGES},
+        **{name: f"deepspeed.{name}:" for name in ("accelerator", "comm", *MODULES) if "." not in name},
         "zero": "deepspeed.runtime.zero:",
         "checkpointing": "zero.checkpointing:",
-        "initialize": "deepspeed.runtime.engine",
-        "DeepSpeedEngine": "deepspeed.runtime.engine",
-        "PipelineEngine": "deepspeed.runtime.engine",
-        "PipelineModule": "zero",
-        "DeepSpeedConfig": "deepspeed.runtime.config",
-        "DeepSpeedConfigError": "deepspeed.runtime.config",
-        "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer",
-        "init_distributed": "deepspeed.comm",
-        "get_accelerator": "deepspeed.accelerator",
-        "add_config_arguments": "zero",
-        "tp_model_init": "zero.compat.tensor_parallel",
-        "logger": "deepspeed.utils.logging",
-        "log_dist": "deepspeed.utils.logging",
+        **names_from("deepspeed.runtime.engine", "initialize DeepSpeedEngine PipelineEngine"),
+        **names_from("deepspeed.runtime.config", "DeepSpeedConfig DeepSpeedConfigError"),
+        **names_from("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer"),
+        **names_from("deepspeed.comm", "init_distributed"),
+        **names_from("deepspeed._helpers", "logger log_dist get_accelerator"),
+        **names_from("zero", "PipelineModule add_config_arguments tp_model_init"),
         "dist": "deepspeed.comm:",
     },
 )

@@ -1,10 +1,11 @@
 """Helpers of training scripts, from several modules of DeepSpeed."""
 
 import gc
+import logging
 import operator
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,15 +16,41 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 
+from deepspeed import __version__
 from deepspeed.accelerator import get_accelerator
-from zero.compat.mpu import GridGroups, groups
 from zero.core.owner import cut_of, owner_of
+from zero.log import logger as _zero_logger
 from zero.log import rank
+from zero.parallel.grid_groups import GridGroups, groups
 from zero.plan.tensors import sizes_of
 
 # What `accelerate launch` imports of DeepSpeed's launcher.
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 PDSH_MAX_FAN_OUT = 1024
+
+
+logger = _zero_logger.getChild("deepspeed")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks only; None or -1 among them: on all."""
+    if ranks is None or rank() in ranks or -1 in ranks:
+        logger.log(level, "[Rank %d] %s", rank(), message)
+
+
+def _short(version: str | None) -> str:
+    return ".".join((version or "0.0").split(".")[:2])
+
+
+_nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and dist.is_nccl_available() else (0, 0)
+version = __version__
+torch_info = {
+    "version": _short(torch.__version__),
+    "bf16_support": get_accelerator().is_bf16_supported(),
+    "cuda_version": _short(torch.version.cuda),
+    "nccl_version": ".".join(map(str, _nccl[:2])),
+    "hip_version": _short(torch.version.hip),
+}
 
 
 class ZeRORuntimeException(Exception):
@@ -129,7 +156,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
     """Whether torch is at least the one and at most the other, by major and minor version."""
-    here = Version(".".join(torch.__version__.split(".")[:2]))
+    here = Version(_short(torch.__version__))
     return Version(str(min_version or 0)) <= here <= (Version(str(max_version)) if max_version else here)
 
 

@@ -4,13 +4,13 @@ import dis
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deepspeed._modules import MODULES
-from zero.compat.names import INSTEAD
+from deepspeed._modules import MODULES, Names
+from zero.deepspeed_names import INSTEAD
 
 
 def finder(module: str, homes: Mapping[str, str], refused: Sequence[str] = ()) -> Callable[[str], Any]:
@@ -53,15 +53,19 @@ def _missing(name: str) -> str:
 
 
 class _Modules:
-    """Comes first of the finders, and makes those of `MODULES`; a folder of the same name has what is below them."""
+    """Comes first of the finders: what `MODULES` says of a module is found in it, and its file is run if it has one."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         below = name.removeprefix("deepspeed.")
-        if below == name or below not in MODULES:
+        if below == name:
             return None
-        spec = ModuleSpec(name, cls, is_package=True)
-        spec.submodule_search_locations = [str(Path(__file__).parent.joinpath(*below.split(".")))]
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _File(name, spec.origin)
+        elif below in MODULES:
+            spec = ModuleSpec(name, cls, is_package=True)
+            spec.submodule_search_locations = [str(Path(__file__).parent.joinpath(*below.split(".")))]
         return spec
 
     @staticmethod
@@ -70,9 +74,15 @@ class _Modules:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        homes, refused, modules = MODULES[module.__name__.removeprefix("deepspeed.")]
+        homes, refused, modules = MODULES.get(module.__name__.removeprefix("deepspeed."), Names())
         below = {name: f"{module.__name__}.{name}:" for name in modules.split()}
         module.__getattr__ = finder(module.__name__, {**homes, **below}, refused)
+
+
+class _File(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        _Modules.exec_module(module)  # before the file, which may have a `__getattr__` of its own
+        super().exec_module(module)
 
 
 class _Missing:

@@ -9,10 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from deepspeed._names import finder
 from zero.core.world import local_device
-
-__getattr__ = finder(__name__, {})
 
 _MEMORY = ("memory_allocated", "memory_reserved", "memory_cached")
 _PEAK = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")

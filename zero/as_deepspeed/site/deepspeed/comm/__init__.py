@@ -9,10 +9,9 @@ from typing import Any
 import torch.distributed as _dist
 
 import zero as _zero
-from deepspeed._names import finder as _finder
 from zero.engine.joining import refuse_nccl as _refuse_nccl
 
-_find = _finder(__name__, {})
+_find = globals()["__getattr__"]  # which `deepspeed._names` gives every module
 _engines: Any = weakref.WeakSet()  # those that deepspeed.initialize has made
 
 

@@ -3,10 +3,6 @@
 from collections import defaultdict
 from typing import Any
 
-from deepspeed._names import finder
-
-__getattr__ = finder(__name__, {})
-
 _KERNELS = ("async_io", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion")
 __compatible_ops__ = defaultdict(bool, dict.fromkeys(_KERNELS, True))
 

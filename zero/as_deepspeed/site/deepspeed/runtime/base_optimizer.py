@@ -1,7 +1,6 @@
 """The classes of `engine.optimizer`: programs ask by them which stage there is."""
 
 import torch
-from deepspeed._names import finder
 
 import zero
 from zero.optim.optimizer import ZeroOptimizer
@@ -45,6 +44,3 @@ def kind(engine: zero.Engine) -> type[DeepSpeedOptimizer]:
     return (
         FP16_Optimizer if engine.fp16_enabled() else BF16_Optimizer if engine.bfloat16_enabled() else DeepSpeedOptimizer
     )
-
-
-__getattr__ = finder(__name__, {"ZeROOptimizer": "deepspeed.runtime.base_optimizer:DeepSpeedOptimizer"})

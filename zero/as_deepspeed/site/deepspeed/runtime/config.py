@@ -3,13 +3,10 @@
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed._names import finder
 
 from zero.config import load
 from zero.config.read import read
 from zero.optim.lr import schedule_problems
-
-__getattr__ = finder(__name__, {"DeepSpeedConfigError": "zero.config:ConfigError"})
 
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adagrad", "adam", "adamw", "lamb"
 LION_OPTIMIZER, MUON_OPTIMIZER = "lion", "muon"

@@ -10,25 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed import _helpers
-from deepspeed._names import finder
+from deepspeed._json import sharing_batches, with_whole_head
 from deepspeed._sentence_transformers import save_whole
 from deepspeed.comm import _engines, init_distributed
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
 from deepspeed.runtime.base_optimizer import kind
 from deepspeed.runtime.zero.partition_parameters import ParameterOffload
-from deepspeed.utils.logging import log_dist
 from torch import distributed as dist
 from torch import nn
 
 import zero
-from zero.compat.mpu import GridGroups
-from zero.compat.names import instead
-from zero.compat.tensor_parallel import sharing_batches, with_whole_head
 from zero.config.read import read
+from zero.deepspeed_names import instead
 from zero.engine import pipeline_engine
 from zero.log import log_once
-
-__getattr__ = finder(__name__, {})
+from zero.parallel.grid_groups import GridGroups
 
 _WHY = {
     "use_node_local_storage": "every rank reads its part of one folder, which all see",
@@ -79,9 +75,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     for name in ("config", "config_params"):
         if given.get(name) is not None:
             given[name] = _fitting(read(given[name]).values, given.get("model"))
-    if (
-        type(given.get("optimizer")).__name__ == "AcceleratedOptimizer"
-    ):  # so it is beside ParallelismConfig(tp_size=...)
+    # So it is beside ParallelismConfig(tp_size=...).
+    if type(given.get("optimizer")).__name__ == "AcceleratedOptimizer":
         given["optimizer"] = given["optimizer"].optimizer
     engine, optimizer, loader, scheduler = zero.initialize(**given)
     _helpers.mpu = given.get("mpu") or _helpers.mpu
@@ -92,7 +87,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
         optimizer.__class__ = kind(engine)
         if engine.zero_optimization_partition_weights():
             optimizer.parameter_offload = ParameterOffload()
-    log_dist(f"DeepSpeed info: zero {zero.__version__}, stage {engine.zero_optimization_stage()}", ranks=[0])
+    _helpers.log_dist(f"DeepSpeed info: zero {zero.__version__}, stage {engine.zero_optimization_stage()}", ranks=[0])
     return engine, optimizer, loader, scheduler
 
 
@@ -107,21 +102,16 @@ def _say_groups(engine: Any, mpu: Any) -> None:
     if grid.size("mp") > 1 or _helpers.grid is None:
         _helpers.grid = here
     if grid.size("mp") > 1:  # whoever asks for one later may be alone
-        for group in (
-            here.get_tensor_model_parallel_group,
-            here.get_data_parallel_group,
-            here.get_model_parallel_group,
-        ):
-            group()
+        for axis in ("tensor_model", "data", "model"):
+            getattr(here, f"get_{axis}_parallel_group")()
 
 
 def _fitting(values: dict[str, Any], model: Any) -> dict[str, Any]:
     """The JSON without what the libraries put there and zero need not be told, or would refuse."""
     section = values.get("zero_optimization") or {}
     number = section.get("stage", 0) if isinstance(section, Mapping) else 0
-    without = {"checkpoint": ("use_node_local_storage",)}
-    if number in (0, 1, 2):
-        without["zero_optimization"] = ("offload_param",) if number else ("offload_param", "offload_optimizer")
+    gone = ("offload_param", "offload_optimizer") if number == 0 else ("offload_param",) * (number in (1, 2))
+    without = {"checkpoint": ("use_node_local_storage",), "zero_optimization": gone}
     for name, keys in without.items():
         here = values.get(name)
         for key in keys if isinstance(here, Mapping) else ():

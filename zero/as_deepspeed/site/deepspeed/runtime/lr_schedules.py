@@ -1,7 +1,5 @@
 """The five schedules of DeepSpeed, and what it calls them and their parameters."""
 
-from deepspeed._names import finder
-
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = VALID_LR_SCHEDULES
 LR_SCHEDULE, WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "lr_schedule", "log", "linear"
@@ -14,5 +12,3 @@ _KEYS = """
     WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS
 """
 globals().update({name: name.lower() for name in _KEYS.split()})
-
-__getattr__ = finder(__name__, dict.fromkeys(VALID_LR_SCHEDULES, "zero.optim.lr"))

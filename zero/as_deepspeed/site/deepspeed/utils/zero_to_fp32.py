@@ -6,14 +6,11 @@ import torch
 from torch import nn
 
 import zero
-from deepspeed._names import finder
 from zero.checkpoint.model_files import consolidate, model_chunks, size_of
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.weight_files import weights_at
 from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import owner_of
-
-__getattr__ = finder(__name__, {})
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

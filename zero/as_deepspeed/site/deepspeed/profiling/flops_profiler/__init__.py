@@ -4,15 +4,12 @@ import time
 from typing import Any
 
 import torch
-from deepspeed._names import finder
 from torch import nn
 
 from zero.config.monitor_sections import FlopsProfiler
 from zero.engine.profiles import peak
 from zero.monitor.flops import FlopsProfile, si
 from zero.sizes.recorder import FORMULAS
-
-__getattr__ = finder(__name__, {})
 
 
 def get_model_profile(

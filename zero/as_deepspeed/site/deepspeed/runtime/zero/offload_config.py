@@ -2,11 +2,7 @@
 
 import enum
 
-from deepspeed._names import finder
-
 from zero.engine.state_offload import STATES
-
-__getattr__ = finder(__name__, {})
 
 OffloadDeviceEnum = enum.Enum("OffloadDeviceEnum", {each: each for each in ("none", "cpu", "nvme")}, type=str)
 OffloadStateTypeEnum = enum.Enum("OffloadStateTypeEnum", {each: each for each in STATES}, type=str)

@@ -3,6 +3,7 @@
 import contextlib
 import enum
 import inspect
+import itertools
 import logging
 import os
 import sys
@@ -11,22 +12,21 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from deepspeed._names import finder
+from deepspeed._json import sharing_batches
 from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import _engines, init_distributed
 from torch import distributed as dist
 from torch import nn
 
 import zero
-from zero.compat.tensor_parallel import sharing_batches
 from zero.config.read import read
+from zero.config.unavailable import lookup
 from zero.core.access import LostWrite
 from zero.core.init.deferred_param import DeferredParam
-from zero.core.owner import Owner, is_released, owner_of
+from zero.core.owner import is_released, owner_of
 from zero.core.released import Placeholder, unsaved
 from zero.log import log_once
-
-__getattr__ = finder(__name__, {})
+from zero.parallel.tensor.told_sizes import DTYPES
 
 # Transformers puts functions of its own here while it builds a model; zero's Init patches no constructors.
 _orig_torch_arange = torch.arange
@@ -64,7 +64,8 @@ class Init(zero.Init):
                 given[name] = sharing_batches(read(given[name]).values, dist.get_world_size())
             source = given.get("config", given.get("config_dict_or_path"))
             if source is not None and given.get("dtype") is None and os.environ.get("ZERO_INIT_AS_BUILT") != "1":
-                given["dtype"] = _dtype(read(source).values)
+                on = (lookup(read(source).values, f"{name}.enabled") is True for name in DTYPES)
+                given["dtype"] = next(itertools.compress(DTYPES.values(), on), None)
         super().__init__(**given)
 
     def __enter__(self) -> Any:
@@ -123,11 +124,6 @@ def _before_cuts(converted: Callable[..., Any], own: Any) -> Callable[..., Any]:
     return convert
 
 
-def _dtype(values: dict[str, Any]) -> torch.dtype | None:
-    kinds = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
-    return next((kind for name, kind in kinds.items() if (values.get(name) or {}).get("enabled") is True), None)
-
-
 class GatheredParameters(zero.GatheredParameters):
     """`zero.GatheredParameters`, in which a change that is lost is a warning, once for each place, as in DeepSpeed.
 
@@ -153,18 +149,13 @@ class ParameterOffload:
     """What TRL takes hooks off around `generate`, and puts them on again: nothing, ours do not stand in the way."""
 
     def __init__(self) -> None:
-        self.module = _NoParameters()
+        self.module = nn.Module()
+        self.module.ds_external_parameters = tuple  # none
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """Has nothing to put on again."""
-
-
-class _NoParameters(nn.Module):
-    def ds_external_parameters(self) -> tuple[()]:
-        """None."""
-        return ()
 
 
 def _cpu(self: Placeholder, *args: Any) -> torch.Tensor:
@@ -186,30 +177,16 @@ for _name, _value in {"cpu": _cpu, "__reduce_ex__": _reduce}.items():
     setattr(Placeholder, _name, _value)
 
 
-def _of_cut(param: nn.Parameter, name: str) -> Owner:
-    owner = owner_of(param)
-    if owner is None or not owner.unit.resharded:
-        raise AttributeError(f"'{type(param).__name__}' object has no attribute '{name}': it is not cut", name=name)
-    return owner
-
-
-def _status(param: nn.Parameter) -> ZeroParamStatus:
-    return ZeroParamStatus.NOT_AVAILABLE if is_released(param) else ZeroParamStatus.AVAILABLE
-
-
 def _attribute(name: str, value: Callable[[nn.Parameter], Any] | str) -> property:
     def get(param: nn.Parameter) -> Any:
-        _of_cut(param, name)
+        owner = owner_of(param)
+        if owner is None or not owner.unit.resharded:
+            raise AttributeError(f"'{type(param).__name__}' object has no attribute '{name}': it is not cut", name=name)
         if isinstance(value, str):
             raise AttributeError(f"{name} of a parameter is not in zero, which is here as deepspeed: {value}")
         return value(param)
 
     return property(get, doc=f"DeepSpeed's `{name}` of a parameter that is cut.")
-
-
-def _numel_here(param: nn.Parameter) -> Any:
-    ranks = owner_of(param).unit.mesh.data.size
-    return lambda: -(-param.numel() // ranks)
 
 
 def _shard(param: nn.Parameter) -> torch.Tensor:
@@ -232,10 +209,10 @@ _ATTRIBUTES = {
     "ds_id": lambda param: id(param),
     "ds_shape": lambda param: param.shape,
     "ds_numel": lambda param: param.numel(),
-    "ds_status": _status,
+    "ds_status": lambda param: ZeroParamStatus.NOT_AVAILABLE if is_released(param) else ZeroParamStatus.AVAILABLE,
     "ds_persist": lambda param: owner_of(param).unit.persistent,
     "ds_active_sub_modules": lambda param: set(),
-    "partition_numel": _numel_here,
+    "partition_numel": lambda param: lambda: -(-param.numel() // owner_of(param).unit.mesh.data.size),
     "ds_tensor": _shard,
     "all_gather": "deepspeed.zero.GatheredParameters(param)",
     "partition": "deepspeed.zero.GatheredParameters(param), which cuts it on leaving",

@@ -71,28 +71,22 @@ class GridGroups:
             self._made[axes] = group and weakref.ref(group)
         return alive(self._made[axes])
 
-    get_tensor_model_parallel_rank = partialmethod(_rank, "tp")
-    get_tensor_model_parallel_world_size = partialmethod(_size, "tp")
-    get_tensor_model_parallel_group = partialmethod(_group, "tp")
     get_tensor_model_parallel_src_rank = partialmethod(_src_rank, "tp")
-    get_pipeline_model_parallel_rank = get_pipe_parallel_rank = partialmethod(_rank, "pp")
-    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size = partialmethod(_size, "pp")
-    get_pipeline_model_parallel_group = get_pipe_parallel_group = partialmethod(_group, "pp")
-    get_data_parallel_rank = partialmethod(_rank, *DATA)
-    get_data_parallel_world_size = partialmethod(_size, *DATA)
-    get_data_parallel_group = partialmethod(_group, *DATA)
     get_data_parallel_src_rank = partialmethod(_src_rank, *DATA)
-    get_context_parallel_rank = get_sequence_parallel_rank = partialmethod(_rank, "cp")
-    get_context_parallel_world_size = get_sequence_parallel_world_size = partialmethod(_size, "cp")
-    get_context_parallel_group = get_sequence_parallel_group = partialmethod(_group, "cp")
-    get_model_parallel_rank = partialmethod(_rank, "mp")
-    get_model_parallel_world_size = partialmethod(_size, "mp")
-    get_model_parallel_group = partialmethod(_group, "mp")
     get_model_parallel_src_rank = partialmethod(_src_rank, "mp")
-    get_expert_model_parallel_rank = partialmethod(_rank, "ep")
-    get_expert_model_parallel_world_size = partialmethod(_size, "ep")
-    get_expert_model_parallel_group = partialmethod(_group, "ep")
-    get_expert_data_parallel_rank = partialmethod(_rank, "dp_replicate", "efsdp")
-    get_expert_data_parallel_world_size = partialmethod(_size, "dp_replicate", "efsdp")
-    get_expert_data_parallel_group = partialmethod(_group, "dp_replicate", "efsdp")
     get_embedding_group = partialmethod(_group, "embedding")
+
+
+# What Megatron and DeepSpeed call the axes in get_..._parallel_rank, _world_size and _group.
+_AXES = {
+    "tensor_model": ("tp",),
+    **dict.fromkeys(("pipeline_model", "pipe"), ("pp",)),
+    "data": DATA,
+    **dict.fromkeys(("context", "sequence"), ("cp",)),
+    "model": ("mp",),
+    "expert_model": ("ep",),
+    "expert_data": ("dp_replicate", "efsdp"),
+}
+for _name, _axes in _AXES.items():
+    for _what, _method in (("rank", "_rank"), ("world_size", "_size"), ("group", "_group")):
+        setattr(GridGroups, f"get_{_name}_parallel_{_what}", partialmethod(getattr(GridGroups, _method), *_axes))

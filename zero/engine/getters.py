@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from zero.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
 from zero.core.mixed_precision import DTYPES
+from zero.engine.script_timers import SynchronizedWallClockTimer, ThroughputTimer
 from zero.log import rank_zero
 
 
@@ -62,62 +62,14 @@ class DeepSpeedGetters:
     steps_per_print = _key("steps_per_print", "Optimizer steps between progress lines, inf for none:")
 
     bf16_master_weights_and_gradients = _key("bf16.bf16_master_weights_and_grads")
-    bf16_optimizer_states = _key("bf16.bf16_optimizer_states")
-    cpuadam_cores_perc = _key("zero_optimization.offload_optimizer.cpuadam_cores_perc")
-    dataloader_drop_last = _key("dataloader_drop_last")
-    dump_state = _key("dump_state")
-    flops_profiler_detailed = _key("flops_profiler.detailed")
-    flops_profiler_enabled = _key("flops_profiler.enabled")
-    flops_profiler_module_depth = _key("flops_profiler.module_depth")
-    flops_profiler_output_file = _key("flops_profiler.output_file")
-    flops_profiler_profile_step = _key("flops_profiler.profile_step")
-    flops_profiler_recompute_fwd_factor = _key("flops_profiler.recompute_fwd_factor")
-    flops_profiler_top_modules = _key("flops_profiler.top_modules")
     fp16_auto_cast = _key("fp16.auto_cast")
     fp16_master_weights_and_gradients = _key("fp16.fp16_master_weights_and_grads")
-    gradient_predivide_factor = _key("gradient_predivide_factor")
     is_sanity_checks_enabled = _key("zero_optimization.enable_sanity_checks")
     load_universal_checkpoint = _key("checkpoint.load_universal")
-    log_level = _key("log_level")
-    managed_gradient_accumulation = _key("managed_gradient_accumulation")
-    memory_breakdown = _key("memory_breakdown")
-    optimizer_legacy_fusion = _key("optimizer.legacy_fusion")
-    optimizer_params = _key("optimizer.params")
     scheduler_name = _key("scheduler.type")
-    scheduler_params = _key("scheduler.params")
-    super_offload = _key("zero_optimization.offload_optimizer.super_offload")
-    use_node_local_storage = _key("checkpoint.use_node_local_storage")
-    wall_clock_breakdown = _key("wall_clock_breakdown")
-    zero_allgather_bucket_size = _key("zero_optimization.allgather_bucket_size")
-    zero_allgather_partitions = _key("zero_optimization.allgather_partitions")
-    zero_allgather_sequential = _key("zero_optimization.stage3_allgather_sequential")
-    zero_allow_untested_optimizer = _key("zero_allow_untested_optimizer")
-    zero_contiguous_gradients = _key("zero_optimization.contiguous_gradients")
-    zero_elastic_checkpoint = _key("zero_optimization.elastic_checkpoint")
-    zero_force_ds_cpu_optimizer = _key("zero_force_ds_cpu_optimizer")
-    zero_hpz_partition_size = _key("zero_optimization.zero_hpz_partition_size")
-    zero_ignore_unused_parameters = _key("zero_optimization.ignore_unused_parameters")
-    zero_legacy_stage1 = _key("zero_optimization.legacy_stage1")
-    zero_load_from_fp32_weights = _key("zero_optimization.load_from_fp32_weights")
-    zero_log_trace_cache_warnings = _key("zero_optimization.log_trace_cache_warnings")
-    zero_max_live_parameters = _key("zero_optimization.stage3_max_live_parameters")
-    zero_max_reuse_distance = _key("zero_optimization.stage3_max_reuse_distance")
-    zero_model_persistence_threshold = _key("zero_optimization.stage3_model_persistence_threshold")
-    zero_module_granularity_threshold = _key("zero_optimization.stage3_module_granularity_threshold")
-    zero_multi_rank_bucket_allreduce = _key("zero_optimization.use_multi_rank_bucket_allreduce")
-    zero_overlap_comm = _key("zero_optimization.overlap_comm")
-    zero_param_persistence_threshold = _key("zero_optimization.stage3_param_persistence_threshold")
-    zero_partial_offload = _key("zero_optimization.offload_optimizer.ratio")
-    zero_prefetch_bucket_size = _key("zero_optimization.stage3_prefetch_bucket_size")
-    zero_quantized_gradients = _key("zero_optimization.zero_quantized_gradients")
-    zero_quantized_nontrainable_weights = _key("zero_optimization.zero_quantized_nontrainable_weights")
-    zero_quantized_weights = _key("zero_optimization.zero_quantized_weights")
-    zero_reduce_bucket_size = _key("zero_optimization.reduce_bucket_size")
-    zero_reduce_scatter = _key("zero_optimization.reduce_scatter")
-    zero_round_robin_gradients = _key("zero_optimization.round_robin_gradients")
-    zero_save_muon_momentum_buffer_in_memory = _key("zero_optimization.save_muon_momentum_buffer_in_memory")
-    zero_sub_group_size = _key("zero_optimization.sub_group_size")
     zenflow_config = _key("zero_optimization.zenflow")
+    zero_multi_rank_bucket_allreduce = _key("zero_optimization.use_multi_rank_bucket_allreduce")
+    zero_partial_offload = _key("zero_optimization.offload_optimizer.ratio")
 
     @property
     def config(self) -> dict[str, Any]:
@@ -283,3 +235,35 @@ class DeepSpeedGetters:
     def _place(self, axis: str) -> int:
         grid, rank = self._config.grid, self.global_rank  # of other ranks than all there are no parts
         return grid.ranks(axis, rank).index(rank) if grid.size(axis) > 1 else 0
+
+
+# Getters that end as their key does: what stands before that in their names, and in the path of the key.
+_ALIKE = {
+    ("", ""): """
+        dataloader_drop_last dump_state gradient_predivide_factor log_level managed_gradient_accumulation
+        memory_breakdown wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    """,
+    ("", "bf16."): "bf16_optimizer_states",
+    ("", "checkpoint."): "use_node_local_storage",
+    ("", "zero_optimization."): """
+        zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights
+    """,
+    ("", "zero_optimization.offload_optimizer."): "cpuadam_cores_perc super_offload",
+    ("flops_profiler_", "flops_profiler."): """
+        detailed enabled module_depth output_file profile_step recompute_fwd_factor top_modules
+    """,
+    ("optimizer_", "optimizer."): "legacy_fusion params",
+    ("scheduler_", "scheduler."): "params",
+    ("zero_", "zero_optimization."): """
+        allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint ignore_unused_parameters
+        legacy_stage1 load_from_fp32_weights log_trace_cache_warnings overlap_comm reduce_bucket_size reduce_scatter
+        round_robin_gradients save_muon_momentum_buffer_in_memory sub_group_size
+    """,
+    ("zero_", "zero_optimization.stage3_"): """
+        allgather_sequential max_live_parameters max_reuse_distance model_persistence_threshold
+        module_granularity_threshold param_persistence_threshold prefetch_bucket_size
+    """,
+}
+for (_name, _path), _keys in _ALIKE.items():
+    for _each in _keys.split():
+        setattr(DeepSpeedGetters, _name + _each, _key(_path + _each))

@@ -11,7 +11,7 @@ from typing import Any
 from zero.config import Config
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.unavailable import lookup
-from zero.tools.assigned_run import unseen
+from zero.engine.assignment import unseen
 
 
 class RunKind(enum.Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from zero.core.agree import agree
 from zero.core.owner import owner_of
 from zero.core.tensors import find_loss
 from zero.core.values import full_shape, is_part, with_parts
+from zero.engine.assignment import wrap
+from zero.engine.check.plain_engine import PlainEngine, Step, Values
 from zero.engine.hashing import hash_tensor
-from zero.tools.check.plain_engine import PlainEngine, Step, Values
 from zero.utils.full import safe_get_full_fp32_param, safe_get_full_grad
 
 
@@ -51,15 +52,16 @@ class RunRecord:
         return self.losses, [(hashes(step.grads), hashes(step.params)) for step in self.steps]
 
 
-class StepRecorder:
+class RunRecorder:
     """Records an engine: the loss of each backward; norm, gradient and weights of each step.
 
-    Whoever calls the engine's `backward` and `step` tells of it. Where `backward` is never called, the losses are what
-    the engine returned.
+    Where the engine's `backward` is never called, the losses are what it returned.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, stepped: Callable[[], object] | None = None) -> None:
+        """`stepped`: called behind each step of the optimizer that is recorded."""
         self.engine = engine
+        self._stepped = stepped
         self.steps: list[Step] = []
         self._norms: list[float] = []
         self._losses: list[float] = []
@@ -67,6 +69,8 @@ class StepRecorder:
         self._begin: dict[str, int] = {}
         self._plain = isinstance(engine, PlainEngine)
         engine.register_forward_hook(self._record_forward)
+        wrap(engine, "backward", self._record_backward)
+        wrap(engine, "step", self._before_step, self._after_step)
         if not self._plain and engine.optimizer is not None and not engine.managed_gradient_accumulation():
             # Only inside of a step is it known that it is one, and that other ranks have run what they have.
             engine.optimizer.register_step_pre_hook(self._read_gradients)
@@ -81,14 +85,11 @@ class StepRecorder:
         if loss is not None and loss.requires_grad:
             self._returned.append(float(loss.detach()))
 
-    def record_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """To be called before each backward, with its arguments."""
+    def _record_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(float(loss.detach()))
 
-    def before_step(self, *args: Any, **kwargs: Any) -> None:
-        """To be called before each step; collective at the boundary."""
-        self._before = self.engine.global_steps
+    def _before_step(self, *args: Any, **kwargs: Any) -> None:
         self._grads = {}
         if not self._plain and self.engine.is_gradient_accumulation_boundary():
             self._read_gradients()
@@ -96,14 +97,12 @@ class StepRecorder:
     def _read_gradients(self, *args: Any) -> None:
         self._grads = gradients(self.engine)
 
-    def after_step(self) -> bool:
-        """To be called after each step; collective at the boundary. Whether it was one of the optimizer's."""
-        if self.engine.global_steps == self._before:
-            return False
+    def _after_step(self) -> None:
         norm = self.engine.get_global_grad_norm()
         self._norms.append(float("nan") if norm is None else float(norm))
         self.steps.append(self.engine.last if self._plain else Step(self._grads, weights(self.engine), {}))
-        return True
+        if self._stepped is not None:
+            self._stepped()
 
     def part(self, prefix: str = "") -> dict[str, Any]:
         """What this rank knows of the run, with `prefix` before the names of parameters."""
@@ -175,7 +174,7 @@ def stray(of_ranks: list[dict[str, int]]) -> str | None:
     return None
 
 
-def save(folder: Path, rank: int, recorders: list[StepRecorder]) -> None:
+def save(folder: Path, rank: int, recorders: list[RunRecorder]) -> None:
     """Write this rank's part of the record of a script with these engines."""
     parts = [recorder.part(_prefix(index) if len(recorders) > 1 else "") for index, recorder in enumerate(recorders)]
     of_steps = itertools.zip_longest(*(part["steps"] for part in parts), fillvalue=({}, {}, {}))

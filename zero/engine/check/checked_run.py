@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from zero.config import Config
 from zero.core.owner import cut_of
-from zero.launch.contract import ASSIGNED
-from zero.tools.assigned_run import AssignedRun, wrap
-from zero.tools.check.plain_engine import PlainEngine
-from zero.tools.check.recording import StepRecorder, load, save
-from zero.tools.check.runs import CheckRun, RunKind, overridden
+from zero.engine import assignment
+from zero.engine.arguments import make_scheduler
+from zero.engine.assignment import AssignedRun, Given
+from zero.engine.check.plain_engine import PlainEngine
+from zero.engine.check.recording import RunRecorder, load, save
+from zero.engine.check.runs import CheckRun, RunKind, overridden
 
 
 class CheckedRun(AssignedRun):
@@ -24,7 +25,7 @@ class CheckedRun(AssignedRun):
         self.run = run
         self.plain = run.kind is not RunKind.ENGINE
         self._lead = load(lead) if lead is not None else None
-        self._recorders: list[StepRecorder] = []
+        self._recorders: list[RunRecorder] = []
 
     @property
     def taken(self) -> int:
@@ -35,44 +36,46 @@ class CheckedRun(AssignedRun):
         """The configuration that replaces the script's."""
         return overridden(settings, self.run)
 
-    def plain_engine(self, model: Any, client: Any, model_parameters: Any, settings: Config) -> PlainEngine:
-        """An unsharded engine of `model`; `settings` are those of the run. ValueError where the script has parts."""
-        for name, param in model.named_parameters():
+    def engine(self, make: Callable[[Given], Any], given: Given) -> Any:
+        """See `ScriptRun.engine`."""
+        return super().engine(self._plain if self.plain else make, given)
+
+    def _plain(self, given: Given) -> PlainEngine:
+        """An unsharded engine. ValueError where the script has made parts of parameters."""
+        for name, param in given.model.named_parameters():
             if cut_of(param) is not None:
                 why = "is a part of a larger one, which the script has made: no process has the whole model to compare"
                 raise ValueError(f"zero check: parameter '{name}' {why}")
-        return PlainEngine(model, client, model_parameters, settings, self.run.kind)
+        *parts, lr_scheduler, settings = given
+        engine = PlainEngine(*parts, settings, self.run.kind)
+        engine.lr_scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
+        return engine
 
     def watch(self, engine: Any) -> None:
         """Record this engine; the script ends when all that train have taken their steps."""
-        recorder = StepRecorder(engine)
+        recorder = RunRecorder(engine, self._stepped)
         recorder.record_begin()
         if self._lead is not None and engine.optimizer is not None:
             engine.follow(self._lead.of_engine(len(self._training)))
         self._recorders.append(recorder)
-        wrap(engine, "backward", recorder.record_backward)
-        wrap(engine, "step", recorder.before_step, lambda: self._stepped(recorder))
 
     @property
-    def _training(self) -> list[StepRecorder]:
+    def _training(self) -> list[RunRecorder]:
         return [recorder for recorder in self._recorders if recorder.engine.optimizer is not None]
 
-    def _stepped(self, recorder: StepRecorder) -> None:
+    def _stepped(self) -> None:
         training = self._training
-        if not recorder.after_step() or any(recorder.engine.global_steps < self.run.steps for recorder in training):
-            return
-        save(self.folder, training[0].engine.global_rank, training)
-        self.end("zero check")
+        if all(recorder.engine.global_steps >= self.run.steps for recorder in training):
+            save(self.folder, training[0].engine.global_rank, training)
+            self.end("zero check")
 
 
-def checked_run(values: dict[str, Any], folder: Path) -> CheckedRun:
+def make_run(folder: Path, lead: str | None, **values: Any) -> CheckedRun:
     """What `environment` has told this process."""
-    lead = values.pop("lead")
-    run = CheckRun(**{**values, "kind": RunKind(values["kind"])})
-    return CheckedRun(run, folder, Path(lead) if lead else None)
+    return CheckedRun(CheckRun(**{**values, "kind": RunKind(values["kind"])}), folder, Path(lead) if lead else None)
 
 
 def environment(run: CheckRun, folder: Path, lead: Path | None) -> dict[str, str]:
     """The variable that tells a script's processes their run."""
-    values = {**dataclasses.asdict(run), "kind": run.kind.value, "folder": str(folder), "lead": lead and str(lead)}
-    return {ASSIGNED: json.dumps(values)}
+    values = {**dataclasses.asdict(run), "kind": run.kind.value}
+    return assignment.environment(__name__, folder, lead=lead and str(lead), **values)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from zero.tools.check.recording import RunRecord, Values
-from zero.tools.check.runs import CheckRun, RunKind, check_counts, engine_runs
+from zero.engine.check.recording import RunRecord, Values
+from zero.engine.check.runs import CheckRun, RunKind, check_counts, engine_runs
 
 _EPS = {"fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
 Train = Callable[[CheckRun, RunRecord | None], RunRecord]

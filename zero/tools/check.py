@@ -12,11 +12,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from zero.core.released import UNCLIPPED
+from zero.engine.check.checked_run import environment
+from zero.engine.check.compare import Failed, compare_runs
+from zero.engine.check.recording import RunRecord, load
+from zero.engine.check.runs import CheckRun, check_counts, engine_runs
 from zero.launch.args.scripts import CheckRequest
-from zero.tools.check.checked_run import environment
-from zero.tools.check.compare import Failed, compare_runs
-from zero.tools.check.recording import RunRecord, load
-from zero.tools.check.runs import CheckRun, check_counts, engine_runs
 from zero.tools.script_runs import ScriptRuns, why_not
 
 _TAIL = 15  # lines of a run's output that are shown when it failed

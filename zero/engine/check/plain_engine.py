@@ -21,22 +21,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero.compat.bitsandbytes import format_of
-from zero.compat.getters import DeepSpeedGetters
 from zero.config import Config
 from zero.config.optimizers import ARGUMENTS, LambParams, MuonParams, torch_reason
 from zero.core.micro_batches import Weighing, weighted
 from zero.core.mixed_precision import DTYPES
+from zero.core.quantized_params import format_of
 from zero.core.world import local_device
 from zero.data import Loader
 from zero.data.loader import make_loader
 from zero.engine.arguments import Groups, client_optimizer, parameter_groups
+from zero.engine.check.places import Places
+from zero.engine.check.runs import RunKind
+from zero.engine.getters import DeepSpeedGetters
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.status import Status
 from zero.optim.make import torch_arguments
 from zero.optim.muon_groups import muon_groups, rules_line
-from zero.tools.check.places import Places
-from zero.tools.check.runs import RunKind
 
 Values = dict[str, torch.Tensor]
 _NUDGE = 1e-6  # of a gradient, to see whether the update makes more of it

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero.compat.mpu import GridGroups
+from zero.parallel.grid_groups import GridGroups
 from zero.plan.grid import DATA, Grid
 
 

@@ -1,5 +1,5 @@
-// The arguments of a step as Python gives them, for both modules. Addresses come as integers, everything was checked by
-// zero/kernels/*.py; what is checked here again is only what would send a kernel into the wrong type.
+// The arguments of kernels as Python gives them, for both modules. Addresses come as integers, everything was checked
+// by zero/kernels/*.py; what is checked here again is only what would send a kernel into the wrong type.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,9 @@
 #include <string>
 #include <tuple>
 #include <variant>
+#include <vector>
 
-#include "shard.h"
+#include "jobs.h"
 
 namespace zero {
 
@@ -34,13 +35,9 @@ inline void need_dtype(int code, bool none_allowed = false) {
   throw std::invalid_argument("dtype code " + std::to_string(code) + "; wanted 0 (fp32), 1 (bf16) or 2 (fp16)");
 }
 
-inline void need_formula(int formula) {
-  if (formula < 0 || formula >= kFormulas) throw std::invalid_argument("unknown formula " + std::to_string(formula));
-}
-
 inline Hyper hyper_of(const FormulaArguments& arguments) {
   const auto& [formula, lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, flags] = arguments;
-  need_formula(formula);
+  if (formula < 0 || formula >= kFormulas) throw std::invalid_argument("unknown formula " + std::to_string(formula));
   return Hyper{lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, flags};
 }
 
@@ -77,6 +74,24 @@ inline Shard shard_of(const AnyShardArguments& arguments) {
   Shard shard = shard_of(plain);
   shard.marks = pointer<uint8_t>(marks);
   return shard;
+}
+
+// Packing: (address, dtype, numel, offset) of each tensor.
+using SpanArguments = std::vector<std::tuple<uintptr_t, int, int64_t, int64_t>>;
+
+inline std::vector<Span> spans_of(const SpanArguments& arguments) {
+  std::vector<Span> spans;
+  spans.reserve(arguments.size());
+  for (const auto& [tensor, dtype, numel, offset] : arguments) {
+    need_dtype(dtype);
+    spans.push_back(Span{pointer<void>(tensor), dtype, numel, offset});
+  }
+  return spans;
+}
+
+inline EncodeJob encode_job_of(uintptr_t values, int dtype, uintptr_t message, uintptr_t error, int64_t part) {
+  need_dtype(dtype);
+  return EncodeJob{pointer<void>(values), dtype, pointer<uint8_t>(message), pointer<uint8_t>(error), part};
 }
 
 }  // namespace zero

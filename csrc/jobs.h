@@ -1,4 +1,4 @@
-// What one optimizer step works on, on the CPU and on CUDA: the arrays of a contiguous shard.
+// What kernels work on, on the CPU and on CUDA: the arrays of a contiguous shard for a step, and the spans of packing.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,6 @@ namespace zero {
 
 // The codes are part of the Python side's contract (zero/kernels/native.py).
 enum DType : int { kNone = -1, kF32 = 0, kBF16 = 1, kF16 = 2 };
-// Of rows to add up there are also messages of 8 bits: this and the code of what their sum is rounded to.
-inline constexpr int kRecordsTo = 3;
-
 // No two of the arrays overlap. Exactly one of `master` and `remainder` is there; with `remainder`, `param` is bf16,
 // read and written (format_math.h).
 struct Shard {
@@ -31,6 +28,24 @@ struct Shard {
   // Bit i % 8 of byte i / 8 is set where the bits of the parameter of element i change (of the master where there is no
   // copy); others stay as they are. Null: nobody asks.
   uint8_t* marks;
+};
+
+// A tensor to pack into a flat buffer.
+struct Span {
+  void* tensor;
+  int dtype;
+  int64_t numel;
+  int64_t offset;  // of its first element in the flat buffer
+};
+
+// Values to encode in 8 bits, for a message of parts of `part` blocks (format_math.h). What `error` holds, a message as
+// well, is added to them, and what they then lose is left there; null: it is lost.
+struct EncodeJob {
+  const void* values;
+  int dtype;
+  uint8_t* message;
+  uint8_t* error;
+  int64_t part;
 };
 
 }  // namespace zero

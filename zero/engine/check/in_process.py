@@ -11,20 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero.compat.bitsandbytes import format_of, quant_tensors
 from zero.config import load
 from zero.config.grid_sizes import KEYS, given_sizes
+from zero.core.agree import agree
+from zero.core.quantized_params import format_of, quant_tensors
 from zero.core.released import Released
 from zero.core.tensors import find_loss
 from zero.core.torch_private import parameter_of_class
+from zero.engine.check.compare import Failed, Report, compare_runs
+from zero.engine.check.plain_engine import PlainEngine
+from zero.engine.check.recording import RunRecord, RunRecorder, record_of, weights
+from zero.engine.check.runs import CheckRun, RunKind, overridden
 from zero.engine.checkpoint import random_state
 from zero.log import logger
 from zero.optim.fused import FusedShardOptimizer
 from zero.plan.grid import PARTS_OF_MODEL
-from zero.tools.check.compare import Failed, Report, compare_runs
-from zero.tools.check.plain_engine import PlainEngine
-from zero.tools.check.recording import RunRecord, StepRecorder, record_of, weights
-from zero.tools.check.runs import CheckRun, RunKind, overridden
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -56,21 +57,19 @@ class Copies:
         random_state.restore(self.random, self._engine.device)
         model = copy.deepcopy(self._model)
         engine = self._build(model, run)
-        recorder = StepRecorder(engine)
+        recorder = RunRecorder(engine)
         if lead is not None:
             engine.follow(lead.steps)
         try:
             for micro in range(run.steps * run.accumulation):
                 loss = self._loss_fn(engine, self._batches[micro % len(self._batches)])
-                recorder.record_backward(loss)
                 engine.backward(loss, tokens=1 if engine._config.zero.mean == "tokens" else None)
-                recorder.before_step()
                 engine.step()
-                recorder.after_step()
         finally:
             engine.destroy()
         own = recorder.part()
-        return record_of([part | {"steps": own["steps"]} for part in _all_ranks(own | {"steps": []})])
+        first, *others = agree(own | {"steps": []}, self._engine._sharded.world)
+        return record_of([first | {"steps": own["steps"]}, *others])
 
     def _build(self, model: nn.Module, run: CheckRun) -> Any:
         origin = self._engine
@@ -182,11 +181,3 @@ def _like(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
     else:
         made.quant_state, made.module = copy.deepcopy(param.quant_state), None
     return made
-
-
-def _all_ranks(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
