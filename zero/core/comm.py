@@ -213,47 +213,26 @@ def deal(values: torch.Tensor, numel: int, axis: Axis) -> torch.Tensor:
         flat, sends = torch.empty(0, dtype=values.dtype, device=there), nothing
     own = torch.zeros(numel, dtype=values.dtype, device=there)
     count = counts[axis.rank]
-    own[:count] = begin_exchange(flat, sends, [count, *nothing[1:]], axis, "scatter", axis.ranks[:1]).wait()
+    own[:count] = exchange(flat, sends, [count, *nothing[1:]], axis, "scatter", axis.ranks[:1])
     return own
 
 
-class Exchange(NamedTuple):
-    """An exchange in flight. Keeps what leaves and what comes alive."""
-
-    works: Sequence[dist.Work]
-    sent: torch.Tensor
-    received: torch.Tensor
-    pending: Pending | None
-    device: torch.device
-
-    def wait(self) -> torch.Tensor:
-        """What has come (on CUDA: as the current stream will see it)."""
-        if self.pending is not None:
-            self.pending.wait(self.works)
-        return self.received.to(self.device)
-
-
-def exchange(flat: torch.Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis, what: str) -> torch.Tensor:
-    """As `begin_exchange`; blocking, as far as the current stream."""
-    return begin_exchange(flat, sends, receives, axis, what).wait()
-
-
-def begin_exchange(
+def exchange(
     flat: torch.Tensor,
     sends: Sequence[int],
     receives: Sequence[int],
     axis: Axis,
     what: str,
     needs: tuple[int, ...] | None = None,
-) -> Exchange:
-    """Start to send each rank `sends[rank]` elements of `flat` [sum], in order; `receives[rank]` of each come [sum].
+) -> torch.Tensor:
+    """Send each rank `sends[rank]` elements of `flat` [sum], in order; `receives[rank]` of each come [sum].
 
-    `what` they are, for messages; `needs`: the global ranks that send, by default all. Ranks begin the exchanges along
-    an axis in one order.
+    Blocking, as far as the current stream. `what` they are, for messages; `needs`: the global ranks that send, by
+    default all. Ranks begin the exchanges along an axis in one order.
     """
     if axis.size == 1:
-        return Exchange((), flat, flat, None, flat.device)
-    sent = flat if axis.native else flat.cpu()  # gloo sends from host memory only
+        return flat
+    sent = flat.to(messages_device(axis, flat.device))
     out = torch.empty(sum(receives), dtype=flat.dtype, device=sent.device)
     leaves = (flat.numel() - sends[axis.rank]) * flat.itemsize
     collective = axis.watchdog.begin(what, "", leaves, axis.ranks, needs or axis.ranks, attends=needs is None)
@@ -266,7 +245,8 @@ def begin_exchange(
             came, leaves = (part.split(count) for part, count in zip(parts, counts, strict=True))
             came[axis.rank].copy_(leaves[axis.rank])
             works = _trade(leaves, came, axis, collective)
-    return Exchange(works, sent, out, Pending(collective, axis.watchdog), flat.device)
+    axis.watchdog.wait(works, collective)
+    return out.to(flat.device)
 
 
 def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm", read: bool = True) -> torch.Tensor:
