@@ -85,7 +85,7 @@ def test_messages_from_rank_to_rank_go_in_batches():
         dealt = comm.deal(torch.arange(5.0, device=there) * (rank == 0), 2, axis)
         assert dealt.tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 0.0]][rank]
         if rank == 0:
-            p2p.wait_received([p2p.send_ints([7, 8], [1, 2], axis)], axis)
+            p2p.send_ints([7, 8], [1, 2], axis).wait()
         else:
             assert p2p.receive_ints(2, 0, axis, "integers") == [7, 8]
         texts = [text for made in FakeNccl.made for text in made.begun]

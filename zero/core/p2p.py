@@ -55,7 +55,7 @@ def start(sends: Iterable[Message], receives: Iterable[Message], axis: Axis, tag
 
 
 class Passage(NamedTuple):
-    """Tensors in flight to one rank, and others from another. Keeps the memory of both alive."""
+    """Tensors in flight to other ranks, and from others. Keeps the memory of both alive."""
 
     works: Sequence[dist.Work]
     sent: Sequence[torch.Tensor]
@@ -74,6 +74,21 @@ class Passage(NamedTuple):
         return [each.to(self.device) for each in self.received]
 
 
+def begin(
+    sends: Sequence[Message],
+    receives: Sequence[Message],
+    axis: Axis,
+    collective: Collective,
+    tag: int,
+    device: torch.device,
+) -> Passage:
+    """Start to send and to receive these; what comes will be brought to `device`."""
+    with axis.watchdog.sending(collective):
+        works = start(sends, receives, axis, tag)
+    tensors = ([each for each, _ in ways] for ways in (sends, receives))
+    return Passage(works, *tensors, Pending(collective, axis.watchdog), device)
+
+
 def send_on(
     outgoing: Sequence[torch.Tensor],
     to: int,
@@ -88,41 +103,21 @@ def send_on(
     shapes: of what comes, as that rank sends it, of device and dtype of `like`; `what` it is, for messages.
     """
     there = messages_device(axis, like.device)
-    sent = [each.to(there) for each in outgoing]
-    received = [torch.empty(shape, dtype=like.dtype, device=there) for shape in shapes]
-    leaves, ends = sum(each.nbytes for each in sent), (axis.ranks[to], axis.ranks[source])
-    pending = Pending(axis.watchdog.begin(what, "", leaves, axis.ranks, ends, True), axis.watchdog)
-    with axis.watchdog.sending(pending.collective):
-        ends = [(each, to) for each in sent], [(each, source) for each in received]
-        works = start(*ends, axis, tag_of(pending.collective, axis))
-    return Passage(works, sent, received, pending, like.device)
+    sends = [(each.to(there), to) for each in outgoing]
+    receives = [(torch.empty(shape, dtype=like.dtype, device=there), source) for shape in shapes]
+    leaves, ends = sum(each.nbytes for each, _ in sends), (axis.ranks[to], axis.ranks[source])
+    collective = axis.watchdog.begin(what, "", leaves, axis.ranks, ends, True)
+    return begin(sends, receives, axis, collective, tag_of(collective, axis), like.device)
 
 
-class SentInts(NamedTuple):
-    """Integers in flight to some ranks. Keeps the memory of the messages alive."""
-
-    works: Sequence[dist.Work]
-    numbers: torch.Tensor
-
-    @property
-    def done(self) -> bool:
-        """Whether the messages have left."""
-        return all(work.is_completed() for work in self.works)
-
-
-def send_ints(numbers: Sequence[int], places: Sequence[int], axis: Axis) -> SentInts:
-    """Send integers to the ranks at these places, which `receive_ints` as many; to be kept until they are `done`.
+def send_ints(numbers: Sequence[int], places: Sequence[int], axis: Axis) -> Passage:
+    """Start to send integers to the ranks at these places, which `receive_ints` as many.
 
     It is no collective, and not counted as one: ranks compare how many of these each has begun.
     """
     sent = torch.tensor(numbers, device=ints_device(axis))
-    return SentInts(start([(sent, place) for place in places], (), axis, own_tag(INTS, axis)), sent)
-
-
-def wait_received(sent: Sequence[SentInts], axis: Axis) -> None:
-    """Wait until other ranks have received these."""
     collective = Collective("integers that others receive", "", axis.watchdog.status.number + 1)
-    axis.watchdog.wait([work for each in sent for work in each.works], collective)
+    return begin([(sent, place) for place in places], (), axis, collective, own_tag(INTS, axis), sent.device)
 
 
 def receive_ints(count: int, place: int, axis: Axis, what: str) -> list[int]:
@@ -131,8 +126,7 @@ def receive_ints(count: int, place: int, axis: Axis, what: str) -> list[int]:
         return []
     received = torch.empty(count, dtype=torch.int64, device=ints_device(axis))
     collective = Collective(what, "", axis.watchdog.status.number + 1)  # it comes before the next one
-    with axis.watchdog.sending(collective):
-        works = start((), [(received, place)], axis, own_tag(INTS, axis))
+    works = begin((), [(received, place)], axis, collective, own_tag(INTS, axis), received.device).works
     axis.watchdog.wait(works, collective, on_host=True)
     return received.tolist()
 

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from zero.core.agree import agree
-from zero.core.p2p import SentInts, receive_ints, send_ints, wait_received
+from zero.core.p2p import Passage, receive_ints, send_ints
 from zero.core.prefetcher import ParamPrefetcher
 from zero.core.reducer import Reducer
 from zero.core.unit import Unit
@@ -75,7 +75,7 @@ class Rounds:
         self._round = 0  # that runs, or comes next
         self._open = False  # this rank runs one
         self._followers: list[int] = []  # the places of ranks that do what this one does
-        self._sent: list[SentInts] = []  # on their way
+        self._sent: list[Passage] = []  # on their way
         self._silence: Callable[[], None] = bool  # ends the subscription to events
         enter, ended = weakref.WeakMethod(self.enter), weakref.WeakMethod(self._ended)  # weak, as we hold both
         finishing = weakref.WeakMethod(self._finishing)
@@ -141,7 +141,8 @@ class Rounds:
         """Tell those that follow this rank that its round does not end."""
         with contextlib.suppress(RuntimeError):  # the other ranks are gone
             self._send(Verb.FAILED, list(error.encode()))
-            wait_received(self._sent, self._world)  # whatever this rank does then, perhaps it ends
+            for each in self._sent:  # whatever this rank does then, perhaps it ends
+                each.wait()
         self._close()
 
     def _followers_in(self, active: list[bool]) -> list[int]:

@@ -12,20 +12,9 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from zero.core import comm
-from zero.core.p2p import (
-    Passage,
-    Pending,
-    SentInts,
-    messages_device,
-    receive_ints,
-    send_ints,
-    start,
-    tag_of_kind,
-    wait_received,
-)
+from zero.core.p2p import Message, Passage, begin, messages_device, receive_ints, send_ints, tag_of_kind
 from zero.core.world import Axis
 
 
@@ -96,7 +85,7 @@ class Messages:
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._axis, self._device = axis, device
         self.forms: dict[tuple[int, Hashable], Any] = {}
-        self._sent: list[SentInts] = []
+        self._sent: list[Passage] = []
         comm.connect(axis)
 
     def form_to(self, place: int, stage: int, key: Hashable, said: Any) -> None:
@@ -105,7 +94,7 @@ class Messages:
         known = self.forms.setdefault((stage, key), said)
         if known is said:
             text = json.dumps(said).encode()
-            self._sent += [send_ints(each, [place], self._axis) for each in ([len(text)], list(text))]
+            self._sent += (send_ints(each, [place], self._axis) for each in ([len(text)], list(text)))
         elif known != said:
             raise RuntimeError(
                 f"what stage {stage} of the pipeline gets has another form than before, for inputs of the same shapes: "
@@ -123,32 +112,26 @@ class Messages:
     def send(self, tensors: Sequence[torch.Tensor], place: int, kind: str, what: str) -> Passage:
         """Start to send tensors to the rank at `place`."""
         there = messages_device(self._axis, self._device)
-        sent = [_memory(each.detach().to(there)) for each in tensors if each.numel()]
-        works, pending = self._start(sent, (), place, kind, what)
-        return Passage(works, sent, (), pending, self._device)
+        sends = [(_memory(each.detach().to(there)), place) for each in tensors if each.numel()]
+        return self._begin(sends, (), place, kind, what)
 
     def receive(self, forms: Sequence[Form], place: int, kind: str, what: str) -> Passage:
         """Start to receive tensors of these forms from the rank at `place`."""
-        there = messages_device(self._axis, self._device)
-        tensors = [form.empty(there) for form in forms]
-        works, pending = self._start((), [_memory(each) for each in tensors if each.numel()], place, kind, what)
-        return Passage(works, (), tensors, pending, self._device)
+        tensors = [form.empty(messages_device(self._axis, self._device)) for form in forms]
+        filled = [(_memory(each), place) for each in tensors if each.numel()]
+        return self._begin((), filled, place, kind, what)._replace(received=tensors)
 
     def settle(self) -> None:
         """Wait until all that was sent of forms has been received."""
-        sent, self._sent = self._sent, []
-        wait_received(sent, self._axis)
+        while self._sent:
+            self._sent.pop(0).wait()
 
-    def _start(
-        self, sent: Sequence[torch.Tensor], filled: Sequence[torch.Tensor], place: int, kind: str, what: str
-    ) -> tuple[list[dist.Work], Pending]:
-        axis, leaves = self._axis, sum(each.nbytes for each in sent)
-        pending = Pending(
-            axis.watchdog.begin(f"{kind} {what}", "", leaves, (), (axis.ranks[place],), True), axis.watchdog
-        )
-        ways = ([(each, place) for each in tensors] for tensors in (sent, filled))
-        with axis.watchdog.sending(pending.collective):
-            return start(*ways, axis, tag_of_kind(kind, axis, pending.collective.attempt)), pending
+    def _begin(
+        self, sends: Sequence[Message], receives: Sequence[Message], place: int, kind: str, what: str
+    ) -> Passage:
+        axis, leaves = self._axis, sum(each.nbytes for each, _ in sends)
+        collective = axis.watchdog.begin(f"{kind} {what}", "", leaves, (), (axis.ranks[place],), True)
+        return begin(sends, receives, axis, collective, tag_of_kind(kind, axis, collective.attempt), self._device)
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
