@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import cut_layers
 import pytest
 import torch
-import torch.distributed as dist
+from cut_layers import WAYS, factors, taken, values
 from hypothesis import given
 from hypothesis import strategies as st
 from marks import longer
 from safetensors.torch import load_file
-from scenario import settings
 from torch import nn
 
-import zero
 from zero.checkpoint.model_files import consolidate
 from zero.checkpoint.verify import verify
 from zero.core.owner import set_cut
@@ -34,12 +33,10 @@ from zero.utils import (
 
 # The last one is too narrow for blocks of 256 elements, so that its moments stay in fp32.
 SHAPES = {"rows": (24, 512), "columns": (16, 1024), "stacked": (36, 256), "narrow": (20, 1200), "plain": (40,)}
-WAYS = {1: (1, 1), 2: (2, 2), 4: (4, 4), "2 x 2": (4, 2)}  # ranks, and how many of them have parts of one layer
 
 
-def cut(name: str, part: int, of: int) -> Cut | None:
+def cut(name: str, shape: tuple[int, ...], part: int, of: int) -> Cut | None:
     """What part `part` of `of` has of a layer; None where it has all of it."""
-    shape = SHAPES[name]
     if of == 1 or name == "plain":
         return None
     if name == "rows":
@@ -52,72 +49,12 @@ def cut(name: str, part: int, of: int) -> Cut | None:
     return Cut(shape, tuple(boxes))
 
 
-def taken(full: torch.Tensor, of: Cut | None) -> torch.Tensor:
-    """The local tensor: boxes put together along the first dim."""
-    if of is None:
-        return full.clone()
-    parts = [full[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] for box in of.boxes]
-    return torch.cat(parts).contiguous()
-
-
-def values(name: str, seed: int) -> torch.Tensor:
-    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed + sorted(SHAPES).index(name)))
-
-
-class Layers(nn.Module):
-    """Parameters of which each element has a loss of its own, so that no sum depends on how they are cut.
-
-    Products and differences only: a CPU may compute other functions otherwise at the end of a tensor.
-    """
-
-    def __init__(self, part: int, of: int) -> None:
-        super().__init__()
-        self.cuts = {name: cut(name, part, of) for name in SHAPES}
-        for name, each in self.cuts.items():
-            param = nn.Parameter(taken(values(name, 0), each))
-            if each is not None:
-                set_cut(param, each)
-            self.register_parameter(name, param)
-
-    def forward(self, number: int) -> torch.Tensor:
-        found = []
-        for name, each in self.cuts.items():
-            param, factor = getattr(self, name), taken(values(name, 100 * number), each)
-            found.append((param * factor.to(param.device) - 1).square().sum().float())
-        return torch.stack(found).sum()
-
-
 def engine_of(way: Any, json: dict[str, Any]) -> Any:
-    world, of = WAYS[way]
-    model = Layers(dist.get_rank() % of, of)
-    mesh = {"mesh_param": {"dp_shard" if json["stage"] else "dp_replicate": world // of, "tp": of}} if of > 1 else {}
-    return zero.initialize(model=model, config=settings(json, world // of), **mesh)[0]
+    return cut_layers.engine_of(way, json, SHAPES, cut)
 
 
-def state(engine: Any) -> dict[str, torch.Tensor]:
-    """Whole values and states by parameter."""
-    found = {}
-    for name, param in engine.module.named_parameters():
-        found[name] = safe_get_full_fp32_param(param)
-        for key in ("exp_avg", "exp_avg_sq"):
-            found[f"{key} {name}"] = safe_get_full_optimizer_state(param, key)
-    return found
-
-
-def trained(way: Any, json: dict[str, Any], numbers: range, load: str = "", save: str = "") -> tuple[list[float], Any]:
-    """Norms of some steps, and the whole state behind them."""
-    engine, norms = engine_of(way, json), []
-    if load:
-        engine.load_checkpoint(load)
-    for number in numbers:
-        engine.backward(engine(number))
-        engine.step()
-        norms.append(engine.get_global_grad_norm())
-    if save:
-        engine.save_checkpoint(save)
-    found = state(engine)
-    engine.destroy()
-    return norms, found
+def trained(way: Any, json: dict[str, Any], *how: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    return cut_layers.trained(engine_of(way, json), *how)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -174,13 +111,13 @@ def written(way: Any) -> list[bool]:
     """What is set as a whole is read as it was set, on all ranks; gradients are whole, too."""
     engine, found = engine_of(way, {"stage": 3, "cut": True}), []
     for name, param in engine.module.named_parameters():
-        safe_set_full_fp32_param(param, values(name, 7))
-        found.append(torch.equal(safe_get_full_fp32_param(param), values(name, 7)))
-        safe_set_full_optimizer_state(param, values(name, 8), "exp_avg")
-        found.append(torch.equal(safe_get_full_optimizer_state(param, "exp_avg"), values(name, 8)))
+        safe_set_full_fp32_param(param, values(SHAPES, name, 7))
+        found.append(torch.equal(safe_get_full_fp32_param(param), values(SHAPES, name, 7)))
+        safe_set_full_optimizer_state(param, values(SHAPES, name, 8), "exp_avg")
+        found.append(torch.equal(safe_get_full_optimizer_state(param, "exp_avg"), values(SHAPES, name, 8)))
     engine.backward(engine(1))
     for name, param in engine.module.named_parameters():
-        wanted = 2 * (values(name, 7) * values(name, 100) - 1) * values(name, 100)
+        wanted = 2 * (values(SHAPES, name, 7) * factors(SHAPES, name, 1) - 1) * factors(SHAPES, name, 1)
         found.append(torch.equal(safe_get_full_grad(param), wanted))
     engine.destroy()
     return found

@@ -11,16 +11,15 @@ import itertools
 import math
 from typing import Any
 
+import cut_layers
 import pytest
 import torch
-import torch.distributed as dist
-from device import moved
+from cut_layers import WAYS, Layers
 from fake_nccl import on_fake_nccl
 from hypothesis import given
 from hypothesis import strategies as st
 from marks import longer
 from offload_cases import OPTIMIZER
-from scenario import settings
 from torch import nn
 
 import zero
@@ -30,7 +29,6 @@ from zero.optim.muon_groups import muon_groups
 from zero.plan.cut import Box, Cut, whole
 from zero.plan.matrices import matrices_of, owners, shared_matrices
 from zero.plan.units import ModuleNode, ParamSpec, plan_units
-from zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 SHAPES = {
     "rows": (24, 40),
@@ -50,7 +48,6 @@ ENDS = {
     2: {4: (1, 4), 24: (16, 24)},
     4: {4: (1, 2, 3, 4), 24: (10, 16, 17, 24), 1024: (256, 512, 768, 1024), 1280: (256, 512, 700, 1280)},
 }
-WAYS = {1: (1, 1), 2: (2, 2), "2 x 2": (4, 2), 4: (4, 4)}  # ranks, and how many of them have parts of one matrix
 DIMS = {"rows": 0, "bias": 0, "experts": 0, "columns": 1, "filter": 1, "stack": 2}  # along which each is cut
 
 
@@ -80,65 +77,14 @@ def cut(name: str, shape: tuple[int, ...], part: int, of: int) -> Cut | None:
     return Cut(shape, (Box(tuple(first), tuple(sizes)),))
 
 
-def taken(full: torch.Tensor, of: Cut | None) -> torch.Tensor:
-    return full.clone() if of is None else torch.cat([full[box.slices] for box in of.boxes]).contiguous()
-
-
-class Layers(nn.Module):
-    """Products and differences only: a CPU may compute other functions otherwise at the end of a tensor."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], part: int = 0, of: int = 1) -> None:
-        super().__init__()
-        self.shapes = shapes
-        self.cuts = {name: cut(name, shape, part, of) for name, shape in shapes.items()}
-        for name, each in self.cuts.items():
-            param = nn.Parameter(taken(self.values(name, 0), each))
-            if name == "filter":
-                param.use_muon = True
-            if each is not None:
-                zero.set_cut(param, each)
-            self.register_parameter(name, param)
-
-    def values(self, name: str, seed: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed + sorted(self.shapes).index(name))
-        return torch.randn(self.shapes[name], generator=generator)
-
-    def forward(self, number: int) -> torch.Tensor:
-        found = []
-        for name, each in self.cuts.items():
-            param, factor = getattr(self, name), taken(self.values(name, 100 + 100 * number), each)
-            found.append((param * factor.to(param.device) - 1).square().sum().float())
-        return torch.stack(found).sum()
-
-
 def engine_of(way: Any, json: dict[str, Any]) -> Any:
-    world, of = WAYS[way]
     json = {**json, "cut": True, "zero": {"reduce": "tree"}}
-    model = Layers(json.pop("shapes", SHAPES), dist.get_rank() % of, of)
-    mesh = {"mesh_param": {"dp_shard": world // of, "tp": of}} if of > 1 else {}
-    return zero.initialize(model=model, config=settings(json, world // of), **mesh)[0]
+    return cut_layers.engine_of(way, json, json.pop("shapes", SHAPES), cut)
 
 
-def trained(way: Any, json: dict[str, Any], numbers: range, load: str = "", save: str = "") -> dict[str, torch.Tensor]:
+def trained(way: Any, json: dict[str, Any], *how: Any) -> dict[str, torch.Tensor]:
     """Whole masters and momenta after some steps."""
-    engine = engine_of(way, json)
-    if load:
-        engine.load_checkpoint(load)
-    for number in numbers:
-        engine.backward(engine(number))
-        engine.step()
-    if save:
-        engine.save_checkpoint(save)
-    found = {}
-    for name, param in engine.module.named_parameters():
-        found[name] = safe_get_full_fp32_param(param)
-        muon = any(
-            param is one for group in engine.optimizer.param_groups for one in group["params"] if group.get("use_muon")
-        )
-        key = "momentum_buffer" if muon else "exp_avg"
-        found[f"{key} of {name}"] = safe_get_full_optimizer_state(param, key)
-    engine.destroy()
-    return moved(found, torch.device("cpu"))
+    return cut_layers.trained(engine_of(way, json), *how)[1]
 
 
 def over_nccl(*args: Any) -> dict[str, torch.Tensor]:
@@ -238,11 +184,11 @@ def test_the_same_parameters_are_muons():
         found = muon_groups(model, [{"params": list(names)}], params)
         return [[names[param] for param in group["params"]] for group in found]
 
-    model = Layers(SHAPES, 3, 4)
+    model = Layers(SHAPES, cut, 3, 4)
     row = nn.Parameter(torch.ones(10))
     zero.set_cut(row, Cut((12, 10), (Box((11, 0), (1, 10)),)))
     model.all = row
-    assert chosen(model) == chosen(Layers(SHAPES))
+    assert chosen(model) == chosen(Layers(SHAPES, cut))
 
 
 @pytest.mark.ranks(2)

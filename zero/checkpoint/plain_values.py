@@ -180,10 +180,6 @@ def _mapping(kind: type, form: str) -> Callable[[dict, Mapping], Any]:
     return lambda value, tensors: kind({decode(k, tensors): decode(item, tensors) for k, item in value[form]})
 
 
-def _float(value: dict, tensors: Mapping[str, torch.Tensor]) -> float:
-    return float({"inf": "inf", "-inf": "-inf", "nan": "nan"}[value["$float"]])
-
-
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -227,7 +223,7 @@ def _scalar(value: dict, tensors: Mapping[str, torch.Tensor]) -> Any:
 _DECODERS: dict[str, Callable[[dict, Mapping[str, torch.Tensor]], Any]] = {
     **{form: _sequence(kind, form) for kind, form in (_SEQUENCES | _SETS).items()},
     **{form: _mapping(kind, form) for kind, form in _MAPPINGS.items()},
-    "$float": _float,
+    "$float": lambda value, tensors: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[value["$float"]],
     "$dtype": lambda value, tensors: _dtype(value["$dtype"]),
     "$device": lambda value, tensors: torch.device(value["$device"]),
     "$tensor": _tensor,

@@ -129,7 +129,9 @@ class Writing:
                 self._dirty += data.nbytes
                 self._moved(data.nbytes)
                 if self._dirty >= _BEHIND:
-                    _begin_writeback(self._file)
+                    # The kernel begins to write, where it can, so that the sync at the end finds little to do.
+                    if (begin_writing := _sync_file_range()) is not None:
+                        begin_writing(self._file, 0, 0, _WRITE)  # 0 bytes: up to the end
                     self._dirty = 0
         part = Part(chunk.start, chunk.values.numel(), self.path.name, begin, tuple(sums))
         self._found.append((chunk, part))
@@ -194,13 +196,6 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
     while data.nbytes:
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written
-
-
-def _begin_writeback(file: int) -> None:
-    """Have the kernel begin to write dirty pages, so that the sync at the end finds little to do; where it can."""
-    call = _sync_file_range()
-    if call is not None:
-        call(file, 0, 0, _WRITE)  # 0 bytes: up to the end
 
 
 @functools.cache

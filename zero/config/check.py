@@ -46,8 +46,7 @@ def load(
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size: got {show(world_size)}, wanted an integer of at least 1")
-    config = read(source)
-    walk = Walk()
+    config, walk = read(source), Walk()
     file = walk.section(config.values, File)
     errors = [*config.errors, *walk.errors, *_optimizer(file), *rules.fused(file)]
     staged = not any(line.startswith("zero_optimization.stage") for line in errors)

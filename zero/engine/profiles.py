@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -48,7 +46,7 @@ class Profiles:
         self.comms = CommsLog(section, events) if section.enabled else None
         if config.wall_clock_breakdown and rank == 0 and not math.isinf(config.steps_per_print):
             self._end_waits = events.subscribe(waited=recorder.phases.waited)
-        tell = None if config.zero.report is None else self._tell
+        tell = None if config.zero.report is None else lambda spans: recorder.monitor.tell(Line("timeline", spans))
         self._trace = StepTrace(config.zero.profile, sharded, device, tell)
         self._flops: FlopsProfile | None = None
         if config.flops_profiler.enabled and rank == 0:
@@ -67,9 +65,6 @@ class Profiles:
                 self._recorder.log({"MFU": mfu})
             self._flops.step_ended(step, took)
         self._ended = time.perf_counter()
-
-    def _tell(self, timeline: Mapping[str, Any]) -> None:
-        self._recorder.monitor.tell(Line("timeline", timeline))
 
     def close(self) -> None:
         """Leave the engine as it was, and tell what was found."""

@@ -13,9 +13,9 @@ from zero.launch.hosts import environment as variables
 from zero.launch.hosts import hostfile, nodelist, selection
 from zero.launch.hosts.host_world import Host, HostWorld, decode
 from zero.launch.launch_messages import LaunchError
+from zero.launch.launched import PORT
 from zero.log import counted
 
-PORT = 29500  # what torchrun and DeepSpeed take; a free one cannot be looked for on another host
 MOST_BYTES = 128 * 1024 - 1  # of one argument of a program: MAX_ARG_STRLEN of Linux, less the zero at its end
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -112,7 +112,7 @@ def job_of(request: RunRequest, environment: Mapping[str, str], folder: Path) ->
         request,
         world,
         request.master_addr or (hosts[0].name if len(hosts) > 1 else "127.0.0.1"),
-        request.master_port or PORT,
+        request.master_port or PORT,  # a free one cannot be looked for on another host
         dict(sorted({**variables.forwarded(environment), **from_files.values}.items())),
         str(folder),
         () if request.quiet else (*notes, *note_of_files(from_files)),

@@ -70,7 +70,8 @@ def launched(
     found = _found(environment, port, discover, terminal)
     if "RANK" in environment and "WORLD_SIZE" in environment:
         given = _given(environment, found)
-        if given.address and (given.port is not None or _agree(given, found)):
+        agrees = found is not None and (given.rank, given.world_size) == (found.rank, found.world_size)
+        if given.address and (given.port is not None or agrees):
             return given
     elif found is not None:
         return _checked(environment, found)
@@ -94,10 +95,6 @@ def _given(environment: Mapping[str, str], found: Launched | None) -> Launched:
         if name in environment
     }
     return replace(_where(environment, made), **local)
-
-
-def _agree(given: Launched, found: Launched | None) -> bool:
-    return found is not None and (given.rank, given.world_size) == (found.rank, found.world_size)
 
 
 def _checked(environment: Mapping[str, str], found: Launched) -> Launched:
@@ -180,13 +177,9 @@ def _slurm(environment: Mapping[str, str], terminal: bool) -> Launched | None:
     tasks, node = per_host(environment[key], len(hosts)), _number(environment, "SLURM_NODEID")
     if tasks is None or node >= len(tasks):
         raise ValueError(f"{key}: got {environment[key]!r}, wanted the numbers of tasks of {len(hosts)} hosts")
-    return Launched(rank, size, local_rank, tasks[node], hosts[0], _slurm_port(environment, int(step)), job)
-
-
-def _slurm_port(environment: Mapping[str, str], step: int) -> int:
-    """The port of a step, the same on all its hosts; steps and jobs that run side by side get different ones."""
-    # The factor keeps the first steps of a job away from those of the next jobs.
-    return SLURM_PORTS[(_number(environment, "SLURM_JOB_ID") + 1009 * step) % len(SLURM_PORTS)]
+    # The same on all its hosts; the factor keeps the first steps of a job away from those of the next jobs.
+    port = SLURM_PORTS[(_number(environment, "SLURM_JOB_ID") + 1009 * int(step)) % len(SLURM_PORTS)]
+    return Launched(rank, size, local_rank, tasks[node], hosts[0], port, job)
 
 
 def _first(environment: Mapping[str, str], *names: str) -> str:

@@ -41,7 +41,7 @@ class StepTrace:
         self._first, self._last = section.steps or EARLY
         self._on = self._traced or (section.steps is None and tell is not None)
         self._folder, self._tell = Path(section.dir), tell
-        self._device, self._parts = device, (sharded, self._traced)
+        self._device, self._sharded = device, sharded
         self._timeline: Timeline | None = None
         self._profiler: profile | None = None
         self._ends: list[float] = []  # ends of the steps; the first is the beginning
@@ -55,7 +55,7 @@ class StepTrace:
                 self.close()
         elif self._on and self._first - 1 <= step < self._last:
             self._first = step + 1
-            self._start(self._device, self._traced)
+            self._start()
 
     def close(self) -> None:
         """End a running recording, and write its whole steps."""
@@ -76,18 +76,18 @@ class StepTrace:
             self._tell({"step": self._first, "spans": sorted(rows, key=lambda row: row[2])})
         self._profiler = None
 
-    def _start(self, device: torch.device, traced: bool) -> None:
-        if traced or device.type == "cuda":
+    def _start(self) -> None:
+        if self._traced or self._device.type == "cuda":
             if profiler_runs():
                 logger.warning("no trace of step %d: the script has a profiler of its own running", self._first)
                 self._on = False
                 return
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
             self._profiler = profile(activities=activities, experimental_config=all_threads())
             self._profiler.start()
             with record_function(_MARK):
                 self._marked = time.perf_counter()
-        self._timeline = Timeline(*self._parts)
+        self._timeline = Timeline(self._sharded, self._traced)
         self._ends = [time.perf_counter()]
 
     def _write(self, spans: Sequence[TimeSpan]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero.launch.hosts.addresses import port_problem
-from zero.launch.job import PORT
+from zero.launch.launched import PORT
 from zero.log import counted
 from zero.memory.available import available_nbytes
 from zero.tools.report.machine import Facts, gather

@@ -184,11 +184,6 @@ class StoreBarrier:
             self._posted[key] = f"{readers} ".encode() + data
         self._hurry()
 
-    def _arrived(self, seconds: float) -> bool:
-        """Whether all expected values have arrived, after `seconds` at most."""
-        with self._state:
-            return self._state.wait_for(lambda: not self.waiting, seconds)
-
     def _await(self, keys: Mapping[str, int], phase: str, timeout: float, in_call: bool) -> list[Any]:
         """The values under these keys, each from its rank; raises Lost that names the ranks without progress."""
         peers, rank = self.peers, self._status.rank
@@ -197,18 +192,18 @@ class StoreBarrier:
         self._hurry()
         began = logged = looked = time.monotonic()
         since = 0.0
-        while not self._arrived(0.2):
+        while True:
+            with self._state:
+                if self._state.wait_for(lambda: not self.waiting, 0.2):
+                    return [json.loads(zlib.decompress(self._received[key])) for key in self._expected]
+                lacking = [other for key, other in self._expected.items() if key not in self._received]
             now = time.monotonic()
             if now - looked > STOPPED:
                 began = now
             looked = now
-            with self._state:
-                lacking = [other for key, other in self._expected.items() if key not in self._received]
             quiet = {other: now - max(began, peers.moved_at.get(other, 0.0)) for other in lacking}
-            silent = max(quiet.values(), default=0.0)
+            silent = max(quiet.values())
             missing = [other for other, seconds in quiet.items() if silent - seconds <= ALIKE]
-            if not missing:
-                continue
             who = f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'}"
             if peers.failed:
                 raise Lost(
@@ -234,7 +229,6 @@ class StoreBarrier:
                 logged = now + AGAIN - SAYS
                 text = f"rank {rank}, {phase}: {who} made no progress for {silent:.0f} s"
                 logger.log(logging.WARNING, "%s%s", text, f"; perhaps {SAVES}" if in_call else "")
-        return [json.loads(zlib.decompress(self._received[key])) for key in self._expected]
 
     def _gone(self, ranks: Iterable[int]) -> str:
         """Which of these have ended without a word, or are stopped; "" if none has.

@@ -180,12 +180,10 @@ def _cut(unit: Unit, part: Fragment) -> Cut | None:
 
 
 def _straight(unit: Unit, parameter: SavedParameter, masters: bool) -> bool:
-    """Whether weight and master of a parameter come as they lie in the files, so that no rank rounds or converts."""
+    """Whether weight and master of a trained parameter come as they lie in the files: no rank rounds or converts."""
     master = unit.shard.master
     if NAMES[unit.shard.values.dtype] != parameter.weight.dtype:
         return False
-    if master is None:
-        return True
     if master.tensor is master.shard:
         return parameter.master is None
     return masters and parameter.master is not None and parameter.master.dtype == NAMES[master.tensor.dtype]

@@ -68,7 +68,11 @@ def for_rank(saved: Sequence[State | None], rank: int, step: int) -> State:
     seed = _seed(first["torch"], f"{step},{rank}")
     numpy = None
     if first["numpy"] is not None:
-        numpy = _new_numpy(first["numpy"]["bit_generator"], seed)
+        from numpy import random as of_numpy
+
+        # The seed goes another way into it than into Python's, whose generator is of the same kind.
+        generator = getattr(of_numpy, first["numpy"]["bit_generator"])(seed)
+        numpy = of_numpy.RandomState(generator).get_state(legacy=False)
     return {
         "torch": torch.Generator().manual_seed(seed).get_state(),
         "cuda": None,  # made of the one above, which is no other rank's
@@ -98,13 +102,6 @@ def _restore_numpy(state: Mapping[str, Any]) -> None:
         numpy.random.set_state(dict(state))
     except (ImportError, ValueError, TypeError) as error:
         rank_zero(logging.WARNING, "random numbers: NumPy's global generator stays as it is, since %s", error)
-
-
-def _new_numpy(kind: str, seed: int) -> State:
-    import numpy
-
-    # The seed goes another way into it than into Python's, whose generator is of the same kind.
-    return numpy.random.RandomState(getattr(numpy.random, kind)(seed)).get_state(legacy=False)
 
 
 def _shared_streams(saved: Sequence[Mapping[str, Any]]) -> State:

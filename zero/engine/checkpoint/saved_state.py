@@ -112,7 +112,9 @@ class SavedState:
             group, dtype = unit.plan.group if trained else None, NAMES[unit.shard.values.dtype]
             for spec, param in zip(unit.plan.params, unit.params, strict=True):
                 known[spec.name] = {"group": group, "numbers": more, "dtype": dtype, "shape": _full(spec, param).shape}
-        tied = {name: other for name, other in _tied_names(self._engine.module).items() if other in known}
+        owners = {name: owner_of(param) for name, param in self._engine.module.named_parameters(remove_duplicate=False)}
+        tied = {name: owner.name for name, owner in owners.items() if owner is not None and owner.name in known}
+        tied = {name: other for name, other in tied.items() if other != name}
         return {"known": known, "tied": tied, "excluded": self._excluded}
 
     def fields(self, save: str, tag: str, latest: bool) -> dict[str, Any]:
@@ -193,13 +195,6 @@ def _numbers(unit: Unit, optimizer: ZeroOptimizer) -> dict[str, float]:
     if not rule.foreseen and not any(rule.kept(unit, group, part) for part in first):
         return {}
     return {key: rule.number(unit, group, key) for key in rule.keys(unit, group)[1]}
-
-
-def _tied_names(module: nn.Module) -> dict[str, str]:
-    """Other names of parameters -> the one that units know."""
-    names = module.named_parameters(remove_duplicate=False)
-    owners = {name: owner_of(param) for name, param in names}
-    return {name: owner.name for name, owner in owners.items() if owner is not None and owner.name != name}
 
 
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -190,20 +190,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--as-deepspeed", "--as_deepspeed", action="store_true", help=about)
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what would run, and start nothing")
     parser.add_argument("-q", "--quiet", action="store_true", help="say only what goes wrong, in the ranks too")
-    _add_of_others(parser)
-    add_host_arguments(parser)
-    # One argument for all words: a second one would take a "--" that belongs to the script for a mark of its own.
-    about = "the training script; the arguments after it are its own"
-    parser.add_argument("command_line", nargs=argparse.PARSER, metavar="script", help=about)
-
-
-def _add_of_others(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the flags of other launchers, which its help does not list."""
     for flag in _ALWAYS:
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     for flag in _REFUSED:
         parser.add_argument(flag, action=_RefusedFlag, nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--log_level", type=str.lower, choices=_LEVELS, default="info", help=argparse.SUPPRESS)
+    add_host_arguments(parser)
+    # One argument for all words: a second one would take a "--" that belongs to the script for a mark of its own.
+    about = "the training script; the arguments after it are its own"
+    parser.add_argument("command_line", nargs=argparse.PARSER, metavar="script", help=about)
 
 
 def _processes(text: str) -> int | None:

@@ -98,7 +98,10 @@ class Node:
             ranks = self._ranks(attempt, shared, folder / f"attempt_{number}")
             RankGroup(ranks, self).run()
             if rendezvous.over and self.stopped_by is None:
-                self._warn_of_none(attempt, ranks)
+                alone = attempt.world.size == 1 or self._request.no_python
+                if attempt.node == 0 and not (alone or any(rank.initialized for rank in ranks)):
+                    who = f"{attempt.world.size} ranks ran, and none called zero.initialize()"
+                    self._say(f"warning: {who}: nothing was shared out by zero")
                 return 0
             self.descendants.end(_GRACE_CUT_OFF if self.cut_off else _GRACE)
             outcome = rendezvous.outcome
@@ -112,12 +115,6 @@ class Node:
             LauncherPipe(self.signals, self.rendezvous.relay, SILENCE if self._plan.node == 0 else None)
         elif self.rendezvous.host is not None:
             os.close(take_stdin())
-
-    def _warn_of_none(self, attempt: Attempt, ranks: Sequence[RankProcess]) -> None:
-        """Say, on the first host, that ranks which have ended well did not train together by zero."""
-        count = attempt.world.size
-        if attempt.node == 0 and count > 1 and not (self._request.no_python or any(rank.initialized for rank in ranks)):
-            self._say(f"warning: {count} ranks ran, and none called zero.initialize(): nothing was shared out by zero")
 
     def _wait(self, ready: Callable[[], object]) -> object:
         """What `ready` returns once that is something; None where a signal or the end of the job comes first."""

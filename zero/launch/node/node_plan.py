@@ -94,7 +94,8 @@ def plan(request: RunRequest, gpus: int) -> NodePlan:
     ranks = len(here.world.ranks(here.node))
     bound = _bound(request, ranks)
     if THREADS not in os.environ and THREADS not in shared:
-        count = sum(map(len, bound)) or _cores()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        count = sum(map(len, bound)) or cores
         shared[THREADS] = str(max(1, count // ranks))
         notes.append(f"{THREADS}={shared[THREADS]} for each rank ({counted(count, 'core')}, {counted(ranks, 'rank')})")
     port = free_port() if request.master_port is None else request.master_port
@@ -186,7 +187,3 @@ def _bound(request: RunRequest, ranks: int) -> tuple[tuple[int, ...], ...]:
             f"run on {listed([str(core) for core in allowed])}"
         )
     return tuple(shared_cores(chosen, ranks))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

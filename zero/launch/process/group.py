@@ -126,7 +126,12 @@ class ProcessGroup:
 
     def run(self) -> None:
         """Start all processes, and return when all have ended. Raises LaunchError where one cannot be started."""
-        _allow(files=4 * len(self.processes) + 64)
+        # Each process takes three of the files that this one may have open.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = 4 * len(self.processes) + 64
+        files = files if hard == resource.RLIM_INFINITY else min(files, hard)
+        if soft != resource.RLIM_INFINITY and soft < files:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
         self._descendants = self._descendants or Descendants()
         with caught(self._signals, signal.SIGTSTP) if self._catches else contextlib.nullcontext():
             try:
@@ -230,14 +235,6 @@ class ProcessGroup:
     def _receive(self, process: Process, stream: OutputStream, lines: bytes) -> None:
         if lines:
             self.received(process, stream.is_stderr, lines)
-
-
-def _allow(files: int) -> None:
-    """Let this process have so many open files, as far as the system lets it: each process takes three."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = files if hard == resource.RLIM_INFINITY else min(files, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import logging
+import re
 import shutil
 import sys
 from collections.abc import Collection, Mapping
@@ -10,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed import _helpers
-from deepspeed._json import sharing_batches, with_whole_head
 from deepspeed._sentence_transformers import save_whole
 from deepspeed.comm import _engines, init_distributed
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
 from deepspeed.runtime.base_optimizer import kind
-from deepspeed.runtime.zero.partition_parameters import ParameterOffload
+from deepspeed.runtime.zero.partition_parameters import ParameterOffload, _sharing_batches
 from torch import distributed as dist
 from torch import nn
 
@@ -25,6 +25,7 @@ from zero.deepspeed_names import instead
 from zero.engine import pipeline_engine
 from zero.log import log_once
 from zero.parallel.grid_groups import GridGroups
+from zero.parallel.tensor.told_sizes import json_sizes
 
 _WHY = {
     "use_node_local_storage": "every rank reads its part of one folder, which all see",
@@ -126,7 +127,25 @@ def _fitting(values: dict[str, Any], model: Any) -> dict[str, Any]:
             f"ParallelismConfig(tp_size={told}): Accelerate reads the JSON when it saves; say "
             f'"tensor_parallel": {{"autotp_size": {told}}} there, too'
         )
-    values = with_whole_head(sharing_batches(values, dist.get_world_size()), model)
+    values = _with_whole_head(_sharing_batches(values, dist.get_world_size()), model)
     if isinstance(model, nn.Module) and not any(param.requires_grad for param in model.parameters()):
         values = {key: value for key, value in values.items() if key not in ("optimizer", "scheduler")}
     return values
+
+
+def _with_whole_head(values: dict[str, Any], model: Any) -> dict[str, Any]:
+    """The JSON with the head left whole of a model in which TRL multiplies by its weight, and does not call it."""
+    cut = isinstance(model, nn.Module) and max(json_sizes(values).values(), default=1) > 1
+    own: set[int] = set()
+    for each in model.modules() if cut else ():
+        forward = getattr(each.__dict__.get("forward"), "__func__", None)
+        if getattr(forward, "__globals__", {}).get("__name__") == "trl.trainer.utils":
+            own |= {id(param) for param in each.get_output_embeddings().parameters()}
+    if not own:
+        return values
+    named = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in own]
+    log_once(logging.INFO, f"{', '.join(named)}: whole on all ranks, as TRL multiplies by the weight itself")
+    given = dict(values["tensor_parallel"].get("partition_config") or {})
+    whole = {"patterns": [re.escape(name) for name in named], "partition_type": "skip"}
+    given["layer_specs"] = [whole, *given.get("layer_specs", ())]  # the first that matches holds
+    return values | {"tensor_parallel": {**values["tensor_parallel"], "partition_config": given}}

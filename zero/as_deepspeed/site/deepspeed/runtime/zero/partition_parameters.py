@@ -5,6 +5,7 @@ import enum
 import inspect
 import itertools
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from deepspeed._json import sharing_batches
 from deepspeed.accelerator import get_accelerator as get_accelerator
 from deepspeed.comm import _engines, init_distributed
 from torch import distributed as dist
@@ -35,6 +35,18 @@ _orig_torch_arange = torch.arange
 def zero_wrapper_for_fp_tensor_constructor(fn: Any, *args: Any, **kwargs: Any) -> Any:
     """`fn` itself."""
     return fn
+
+
+def _sharing_batches(values: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The JSON with a batch that Transformers has multiplied by all ranks, also those that share theirs, put right."""
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    micro, steps, train = (values.get(name) for name in names)
+    tp = (values.get("tensor_parallel") or {}).get("autotp_size", 1)
+    known = all(type(size) is int for size in (micro, steps, train, tp))
+    if not known or tp < 2 or train != math.prod((micro, steps, ranks)):
+        return values
+    log_once(logging.INFO, f"train_batch_size is taken as {train // tp}: {tp} ranks share each batch")
+    return values | {"train_batch_size": train // tp}
 
 
 class ZeroParamStatus(enum.Enum):
@@ -61,7 +73,7 @@ class Init(zero.Init):
             models = sys.modules.get("transformers.modeling_utils")
             self._init_weights = models and models.PreTrainedModel.init_weights
             for name in {"config", "config_dict_or_path"} & {key for key, value in given.items() if value is not None}:
-                given[name] = sharing_batches(read(given[name]).values, dist.get_world_size())
+                given[name] = _sharing_batches(read(given[name]).values, dist.get_world_size())
             source = given.get("config", given.get("config_dict_or_path"))
             if source is not None and given.get("dtype") is None and os.environ.get("ZERO_INIT_AS_BUILT") != "1":
                 on = (lookup(read(source).values, f"{name}.enabled") is True for name in DTYPES)
@@ -100,7 +112,7 @@ def _initialize_whole() -> None:
 
     def initialize_weights(self: Any) -> None:
         cut = own.is_deepspeed_zero3_enabled()
-        json = sharing_batches(own.deepspeed_config(), dist.get_world_size()) if cut else None
+        json = _sharing_batches(own.deepspeed_config(), dist.get_world_size()) if cut else None
         with zero.Init(config=json, enabled=cut):
             plain(self)
 
@@ -140,7 +152,7 @@ class GatheredParameters(zero.GatheredParameters):
             strict = [each._sharded for each in _engines if each._sharded and each.is_sanity_checks_enabled()]
             if any(unit in sharded.units for sharded in strict for unit in self._units):
                 raise
-            if lost.cut:
+            if lost.resharded:
                 caller = sys._getframe(1)
                 log_once(logging.WARNING, f"{caller.f_code.co_filename}:{caller.f_lineno}: {lost}")
 
