@@ -7,7 +7,6 @@ import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +69,6 @@ class Reducer:
     leaf:     where the backward that runs, or comes next, stands in its optimizer step;
     loss_scale: gives the loss scale, which may have to be waited for (the optimizer's);
     divisor:  what gradients are divided by, besides, before they are sent;
-    stream:   the one that the loop computes on (set by the engine), None without a GPU;
     rounds:   backward passes flushed so far;
     pending:  a backward was flushed without a reduction. The same on all ranks, even if their gradients are not, except
               where a step is one reduction over ranks that ran different numbers of backwards;
@@ -91,7 +89,6 @@ class Reducer:
         self.leaf = Leaf()
         self.loss_scale: Callable[[], float] = lambda: 1.0
         self.divisor = 1.0
-        self.stream: Any | None = None
         self.finite = finite
         self.rounds = 0
         self.pending = False
@@ -369,7 +366,7 @@ class Reducer:
                 f"parameter '{unit.plan.params[index].name}' has a {grad.layout} gradient; "
                 "gradients must be dense (nn.Embedding: sparse=False)"
             )
-        with joined(self.stream, grad):
+        with joined(self._prefetcher.stream, grad):
             self._land(unit, index, grad)
 
     def _land(self, unit: Unit, index: int, grad: torch.Tensor) -> None:

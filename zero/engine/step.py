@@ -315,7 +315,7 @@ class TrainingStep:
             self.recorder.clear()
         if torch.is_grad_enabled():
             self._accumulation.begin_forward()
-            self._sharded.reducer.stream = current_stream(self._sharded.device)
+            self._sharded.prefetcher.stream = current_stream(self._sharded.device)
         watched, timed = self._sharded.world.watchdog.call(Phase.FORWARD), self.recorder.phase("forward")
         try:
             with watched, timed, self._precision.forward(), self._seeded(), self.recomputing.scope():
