@@ -27,6 +27,7 @@ from zero.core.torch_private import (
 from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.log import logger, rank
+from zero.memory.streams import joined
 from zero.plan.sharding import Sharding
 from zero.watchdog.rank_status import RankStatus
 
@@ -366,6 +367,10 @@ class Reducer:
                 f"parameter '{unit.plan.params[index].name}' has a {grad.layout} gradient; "
                 "gradients must be dense (nn.Embedding: sparse=False)"
             )
+        with joined(self._prefetcher.stream, grad):
+            self._land(unit, index, grad)
+
+    def _land(self, unit: Unit, index: int, grad: torch.Tensor) -> None:
         backward = self.begin()
         unit.gradients.take(index, grad, self._landing_factor(backward))
         landed = backward.landed.setdefault(unit.index, set())

@@ -332,7 +332,7 @@ class Unit(ShardedParams):
         """
         trained = self.plan.requires_grad
         share_quant_state(self.params, self.mesh.data, self.plan.name)
-        share_equal(self.params, self.plan, self.mesh.beside)
+        share_equal(self.params, self.plan, self.mesh.peers)
         full, master = initial_values(self.params, self.plan, self.mesh, self.shard.window, dtype, device, remainder)
         self.buffer.adopt(full)
         self.shard.adopt(trained, master)

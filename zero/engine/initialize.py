@@ -312,7 +312,7 @@ def _check_cuts(model: nn.Module, used: Iterable[UnitAxes], meshes: Meshes, worl
     parts: dict[str, list[list[Box]]] = {name: [] for named in cuts.values() for name in named}
     for axes in used:
         named = cuts.get(axes, {})
-        for each in agree({name: cut.boxes for name, cut in named.items()}, meshes.of(axes).beside):
+        for each in agree({name: cut.boxes for name, cut in named.items()}, meshes.of(axes).peers):
             for name in named:
                 parts[name].append([Box(*map(tuple, box)) for box in each.get(name, ())])
         problems += [

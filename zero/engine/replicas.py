@@ -197,7 +197,7 @@ class Replicas:
         named = {f"buffer '{name}'": buffer for name, buffer in self._sharded.module.named_buffers()}
         kept = {name: buffer for name, buffer in named.items() if name not in left_out and buffer.numel()}
         hashes = [hash_tensor(buffer) for buffer in kept.values()]
-        return self._table("buffers", list(kept), hashes, tuple(self._sharded.meshes.peers.ranks))
+        return self._table("buffers", list(kept), hashes, tuple(self._sharded.meshes.same_part.ranks))
 
     def _of_optimizer(self) -> LabelledHashes:
         values = {"the loss scale": _plain(self._optimizer.loss_scale)}

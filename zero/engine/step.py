@@ -49,6 +49,7 @@ from zero.engine.recorder import StepRecorder, mean_loss
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
 from zero.log import logger, rank_zero
+from zero.memory.streams import current_stream
 from zero.monitor.comms import Traffic, table
 from zero.monitor.step_record import StepRecord
 from zero.optim.norm import RankReport
@@ -314,6 +315,7 @@ class TrainingStep:
             self.recorder.clear()
         if torch.is_grad_enabled():
             self._accumulation.begin_forward()
+            self._sharded.prefetcher.stream = current_stream(self._sharded.device)
         watched, timed = self._sharded.world.watchdog.call(Phase.FORWARD), self.recorder.phase("forward")
         try:
             with watched, timed, self._precision.forward(), self._seeded(), self.recomputing.scope():

@@ -33,7 +33,7 @@ class UnitAxes(NamedTuple):
     sums: tuple[str, ...] = ()
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def peers(self) -> tuple[str, ...]:
         """The axes along which gradients are not summed."""
         return (*self.same, *self.parts)
 

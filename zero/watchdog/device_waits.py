@@ -17,7 +17,7 @@ from zero.watchdog.rank_status import Collective, Waiting
 
 
 class Event(Protocol):
-    """An event recorded in a stream, such as torch.cuda.Event."""
+    """An event recorded in a stream, such as zero.memory.streams.Event."""
 
     def query(self) -> bool:
         """Whether the stream has passed it."""

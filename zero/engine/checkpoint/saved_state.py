@@ -64,7 +64,7 @@ class SavedState:
         return {
             "buffers": {} if alone else {name: _digest(value) for name, value in self._buffers.items()},
             "extra": [] if alone else [*self._extra_of],
-            "alike": self._engine._sharded.meshes.peers.ranks[0],
+            "alike": self._engine._sharded.meshes.same_part.ranks[0],
             "nbytes": nbytes + sum(chunk.values.nbytes for chunk in self._whole),
             "files": not all(unit.shard.placement.resident for unit in self.units),
         }
