@@ -108,7 +108,11 @@ def shown(error: BaseException) -> str:
         _strip(told, error)
     text = "".join(told.format())
     kind = type(error)
-    return text.replace(f"{kind.__module__}.{kind.__qualname__}", kind.__qualname__) if _ours(kind) else text
+    return (
+        text.replace(f"{kind.__module__}.{kind.__qualname__}", kind.__qualname__)
+        if kind.__module__.partition(".")[0] == "zero"
+        else text
+    )
 
 
 def _strip(told: traceback.TracebackException | None, error: BaseException | None) -> None:
@@ -131,10 +135,6 @@ def _inside(frame: traceback.FrameSummary, *packages: str) -> bool:
     """Whether it is of one of these packages, or of what Python starts programs with."""
     folders = tuple(str(Path(sys.modules[name].__file__).parent) + os.sep for name in packages if name in sys.modules)
     return frame.filename.startswith((*folders, "<frozen "))
-
-
-def _ours(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "zero"
 
 
 def _parted(error: BaseException, trace: TracebackType | None) -> str:

@@ -134,7 +134,10 @@ def initialize(
     run = assigned_run()
     settings = _load(source, data, stand_ins, run, model)
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
-    loader = _make_loader(settings, data, isinstance(model, PipelineModule), training_data, collate_fn)
+    loader = None
+    if training_data is not None:  # in the order of the dataset for a PipelineModule, as DeepSpeed takes it
+        how = {"route": "eval" if isinstance(model, PipelineModule) else "train", "collate_fn": collate_fn}
+        loader = make_loader(settings, local_device(), data.place(settings.grid), training_data, **how)
     given = Given(model, optimizer, model_parameters, lr_scheduler, settings)
     engine = run.engine(functools.partial(_make, data, training_data, collate_fn, loss_fn), given)
     engine.training_dataloader = engine._follow(loader)
@@ -188,20 +191,6 @@ def _load(source: Any, data: DataRanks, stand_ins: list[str], run: ScriptRun, mo
     if settings.log_level is not None:
         set_level(settings.log_level)
     return settings
-
-
-def _make_loader(
-    settings: Config,
-    data: DataRanks,
-    layered: bool,
-    training_data: Dataset | Sequence[Any] | None,
-    collate_fn: Callable[..., Any] | None,
-) -> Loader | None:
-    if training_data is None:
-        return None
-    # In the order of the dataset for a PipelineModule, as DeepSpeed takes it.
-    how = {"route": "eval" if layered else "train", "collate_fn": collate_fn}
-    return make_loader(settings, local_device(), data.place(settings.grid), training_data, **how)
 
 
 def _make_engine(

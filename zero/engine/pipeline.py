@@ -181,7 +181,10 @@ class Pipeline:
             shares = [batch.share for batch in batches]
             values = [self._value(output, batch) for output, batch in zip(given, batches, strict=False)]
             result = self._mean(values, shares, reduce_output == "avg", bcast_loss)
-        return (result, _concatenated(given)) if return_logits else result
+        logits: Any = given or None
+        if given and all(isinstance(each, torch.Tensor) and each.ndim for each in given):
+            logits = torch.cat(given)
+        return (result, logits) if return_logits else result
 
     def _value(self, output: Any, batch: Batch) -> torch.Tensor:
         """The loss, or the output of a model that has none."""
@@ -227,10 +230,3 @@ class Pipeline:
                 "scalar tensor, .loss, ['loss'] or [0]); give initialize(loss_fn=<function of (output, target)>)"
             )
         return loss, tokens
-
-
-def _concatenated(outputs: Sequence[Any]) -> Any:
-    """The outputs of all micro-batches, one after the other; None where there are none."""
-    if outputs and all(isinstance(each, torch.Tensor) and each.ndim for each in outputs):
-        return torch.cat(list(outputs))
-    return list(outputs) or None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -19,7 +17,6 @@ from zero.monitor.flops import FlopsProfile, matmul_rate
 from zero.monitor.module_calls import now
 from zero.monitor.step_record import Line
 from zero.monitor.trace import StepTrace
-from zero.optim.optimizer import ZeroOptimizer
 from zero.sizes.rates import DEVICES, REACHED
 from zero.sizes.recorder import FORMULAS
 
@@ -34,7 +31,6 @@ class Profiles:
         self,
         config: Config,
         sharded: ShardedModule,
-        optimizer: ZeroOptimizer,
         device: torch.device,
         recorder: StepRecorder,
     ) -> None:
@@ -48,7 +44,7 @@ class Profiles:
         self.comms = CommsLog(section, events) if section.enabled else None
         if config.wall_clock_breakdown and rank == 0 and not math.isinf(config.steps_per_print):
             self._end_waits = events.subscribe(waited=recorder.phases.waited)
-        tell = None if config.zero.report is None else self._tell
+        tell = None if config.zero.report is None else lambda found: recorder.monitor.tell(Line("timeline", found))
         self._trace = StepTrace(config.zero.profile, sharded, device, tell)
         self._flops: FlopsProfile | None = None
         if config.flops_profiler.enabled and rank == 0:
@@ -67,9 +63,6 @@ class Profiles:
                 self._recorder.log({"MFU": mfu})
             self._flops.step_ended(step, took)
         self._ended = time.perf_counter()
-
-    def _tell(self, timeline: Mapping[str, Any]) -> None:
-        self._recorder.monitor.tell(Line("timeline", timeline))
 
     def close(self) -> None:
         """Leave the engine as it was, and tell what was found."""

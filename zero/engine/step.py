@@ -92,7 +92,7 @@ class TrainingStep:
         self.alarms = Alarms(config.zero.alarm) if config.zero.alarm.model_fields_set else None
         self.profiles: Profiles | None = None
         if optimizer is not None and asked(config):
-            self.profiles = Profiles(config, sharded, optimizer, device, self.recorder)
+            self.profiles = Profiles(config, sharded, device, self.recorder)
         planned = config.zero.plan and optimizer is not None
         self.reality = Reality(config, sharded, optimizer) if planned else None
         self.model = sharded.module

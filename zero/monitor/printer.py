@@ -107,11 +107,9 @@ class Printer:
             f"{memory_kind(self._device)} {_bytes(memory_nbytes(self._device))}": True,
             recent.shares(recent.seconds): self._config.wall_clock_breakdown,
         }
-        return [*(text for text, there in parts.items() if there), *self._logged_parts()]
-
-    def _logged_parts(self) -> list[str]:
         read = {name: one.item() if isinstance(one, torch.Tensor) else one for name, one in self._logged.items()}
-        return [f"{name}={one:.5g}" if isinstance(one, float) else f"{name}={one}" for name, one in read.items()]
+        logged = [f"{name}={one:.5g}" if isinstance(one, float) else f"{name}={one}" for name, one in read.items()]
+        return [*(text for text, there in parts.items() if there), *logged]
 
 
 def memory_kind(device: torch.device) -> str:

@@ -15,7 +15,7 @@ import inspect
 import math
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,9 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         there = dist.is_initialized()
         self.global_rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
         self._places = Places(settings, device)
-        self._metrics = Metrics(self._places.data, device)
+        self.destroy = self._places.close
+        self._metrics = metrics = Metrics(self._places.data, device)
+        self._follow, self.gather_for_metrics, self.reduce = metrics.follow, metrics.gather_for_metrics, metrics.reduce
         self._status = Status(None)
         self.last: Step | None = None
         self._config = settings
@@ -205,24 +207,8 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         loader = make_loader(self._config, self.device, self._metrics.axis.rank, dataset, *args, **kwargs)
         return self._follow(loader)
 
-    def _follow(self, loader: Any) -> Any:
-        """See `Metrics.follow`."""
-        return self._metrics.follow(loader)
-
-    def gather_for_metrics(self, nested: Any, total: int | None = None) -> Any:
-        """See `Engine.gather_for_metrics`."""
-        return self._metrics.gather_for_metrics(nested, total)
-
-    def reduce(self, value: Any, op: Literal["mean", "sum"] = "mean") -> Any:
-        """See `Engine.reduce`."""
-        return self._metrics.reduce(value, op)
-
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Nothing to do: there is no line of a step."""
-
-    def destroy(self) -> None:
-        """End the groups that were made."""
-        self._places.close()
 
     def __getattr__(self, name: str) -> Any:
         """Look up what is missing in the module."""

@@ -1,7 +1,7 @@
 """What a run needs to go on besides weights and optimizer state: taken from one engine, put into another.
 
-`shared_state` is the same on all ranks, `rank_state` each rank's own. Both are plain values and tensors, as
-`zero.checkpoint.plain_values` encodes; they are not copies, so encode them before training goes on.
+`shared_state` is the same on all ranks: plain values and tensors, as `zero.checkpoint.plain_values` encodes; they are
+not copies, so encode them before training goes on. Each rank's own are its random numbers, see `random_state`.
 """
 
 from __future__ import annotations
@@ -52,11 +52,6 @@ def shared_state(engine: Any) -> dict[str, Any]:
     }
 
 
-def rank_state(engine: Any) -> dict[str, Any]:
-    """Random numbers of this rank; `random_state.for_rank` gives those of ranks that were not there."""
-    return {"random": random_state.capture(engine.device)}
-
-
 def restore(
     engine: Any,
     shared: Mapping[str, Any],
@@ -65,11 +60,11 @@ def restore(
     optimizer: bool,
     scheduler: bool,
 ) -> None:
-    """Put back what `shared_state` and `rank_state` took, in this run or another; gradients that are there are dropped.
+    """Put back what `shared_state` took, in this run or another; gradients that are there are dropped.
 
     optimizer: the hyperparameters of the parameter groups and the loss scale, too. scheduler: its state, too, and what
-    it reads and writes in the groups; without it, that stays as the engine's scheduler has it. `own` None leaves the
-    random numbers alone. After `check`. What only one side has is said in a warning and left alone.
+    it reads and writes in the groups; without it, that stays as the engine's scheduler has it. `own`: with this rank's
+    random numbers; None leaves them alone. After `check`. What only one side has is said in a warning and left alone.
     """
     training = engine._training
     if engine.optimizer is not None:

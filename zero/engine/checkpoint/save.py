@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import itertools
 import os
 import secrets
 import threading
@@ -176,7 +177,12 @@ class CheckpointSaver:
             if (error := self.error()) is not None:
                 raise error
             engine._status.check()
-            self._check_window()
+            if count := engine._accumulation.pending():
+                steps = engine.gradient_accumulation_steps()
+                raise RuntimeError(
+                    f"save_checkpoint() in the middle of an accumulation window: {count} of {steps} micro-batches are "
+                    "in, and their gradients would be lost; call it after the step() at the boundary"
+                )
             root = os.path.abspath(check_folder(save_dir, "save_checkpoint(): save_dir"))
             tag = _tag_of(f"global_step{engine.global_steps}" if tag is None else tag)
             state = SavedState(engine, self._sharded.units, client or {}, skip_frozen=options[1])
@@ -212,7 +218,8 @@ class CheckpointSaver:
         try:
             writer.begin()
             if self.asynchronous:
-                self.snapshot.begin(small + state.resident_forms())
+                there = [forms for unit, forms in state.forms.items() if unit.shard.placement.resident]
+                self.snapshot.begin([*small, *itertools.chain(*there)])  # what rests in files is written in the call
             with contextlib.closing(state.chunks(small)) as chunks:
                 for chunk, resident in chunks:
                     (self.snapshot.take if self.asynchronous and resident else writer.put)(chunk)
@@ -253,15 +260,6 @@ class CheckpointSaver:
         finally:
             self.barrier.shut()
             self.snapshot.clear()
-
-    def _check_window(self) -> None:
-        """Raise RuntimeError while gradients wait for a step."""
-        if count := self._engine._accumulation.pending():
-            steps = self._engine.gradient_accumulation_steps()
-            raise RuntimeError(
-                f"save_checkpoint() in the middle of an accumulation window: {count} of {steps} micro-batches are in, "
-                "and their gradients would be lost; call it after the step() at the boundary"
-            )
 
 
 def _failure(what: str, error: Exception | None, when: str = "") -> Exception:

@@ -203,14 +203,19 @@ class PlannedModel:
 
     def setup(self) -> Setup:
         """What the search is made for."""
-        settings = _settings(self._given)
-        cost, per_host = self._cost(settings), _ranks_per_host(self._given)
+        given, worlds = self._given, self._given.world or WORLDS
+        source = DEFAULT if given.config is None else given.config
+        # Of batch sizes that cannot hold on several numbers of ranks, one is left.
+        if len(worlds) > 1 and TRAIN in (values := read(source).values):
+            source = {key: value for key, value in values.items() if key not in (MICRO, STEPS)}
+        settings = load(source, worlds[0], filled=False, refused=PARTS_OF_MODEL)
+        cost, per_host = self._cost(settings), _ranks_per_host(given)
         if settings.sequence_parallel_size > 1:  # beside the rest are q, k, v and the result, or another rank's k and v
             held = {"ulysses": 4, "ring": 2}[settings.zero.context.mode]
             units = (replace(it, working=it.working + held * it.recomputable * it.saved["full"]) for it in cost.units)
             notes = (*cost.notes, "The time of attention's messages is not counted.")
             cost = replace(cost, units=tuple(units), notes=notes)
-        if (device := self._given.device) != "measured":
+        if (device := given.device) != "measured":
             if (name := _DEVICE if device == "cuda" else device) not in DEVICES:
                 known = f"measured, {', '.join(DEVICES)}; or cuda or cpu, for bytes only"
                 raise ValueError(f"--device: got {device!r}, wanted one of {known}")
@@ -280,14 +285,6 @@ def _written(path: str, setup: Setup, row: PlanRow) -> Iterator[str]:
     if path != "-":
         Path(path).write_text(f"{text}\n", encoding="utf-8")
     yield text if path == "-" else f"wrote {path}: {name_of(row)}"
-
-
-def _settings(given: argparse.Namespace) -> Config:
-    """The configuration, on the first number of ranks. Of batch sizes that cannot hold on several, one is left."""
-    source, worlds = DEFAULT if given.config is None else given.config, given.world or WORLDS
-    if len(worlds) > 1 and TRAIN in (values := read(source).values):
-        source = {key: value for key, value in values.items() if key not in (MICRO, STEPS)}
-    return load(source, worlds[0], filled=False, refused=PARTS_OF_MODEL)
 
 
 def _has_gpu() -> bool:

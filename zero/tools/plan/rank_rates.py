@@ -64,12 +64,7 @@ def measured(ranks: int, dtype: str = "fp32", width: int = 512, model: str = "",
     if ended.status or len(ended.wrote) < ranks:
         text = f"the rates of this machine could not be measured on {counted(ranks, 'rank')}:"
         raise RuntimeError(f"{text}\n{ended.said}")
-    return together([json.loads(text) for text in ended.wrote.values()])
-
-
-def together(found: Sequence[Mapping[str, Any]]) -> Rates:
-    """The median of each figure over ranks, of what `measure` gave on each."""
-    return Rates(name="measured", **{name: _middle([each[name] for each in found]) for name in found[0]})
+    return Rates(name="measured", **_middle([json.loads(text) for text in ended.wrote.values()]))
 
 
 def _middle(values: Sequence[Any]) -> Any:
