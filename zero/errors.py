@@ -107,12 +107,8 @@ def shown(error: BaseException) -> str:
     if not logger.isEnabledFor(logging.DEBUG):
         _strip(told, error)
     text = "".join(told.format())
-    kind = type(error)
-    return (
-        text.replace(f"{kind.__module__}.{kind.__qualname__}", kind.__qualname__)
-        if kind.__module__.partition(".")[0] == "zero"
-        else text
-    )
+    module, name = type(error).__module__, type(error).__qualname__
+    return text.replace(f"{module}.{name}", name) if module.partition(".")[0] == "zero" else text
 
 
 def _strip(told: traceback.TracebackException | None, error: BaseException | None) -> None:

@@ -91,16 +91,15 @@ def describe(sharded: ShardedModule, stages: Pipelined | None = None) -> Descrip
     here = [Placement(Where.DEVICE, Where.DEVICE)] * len(sharded.units)
     places = here if sharded.offload is None else sharded.offload.placements
     units = tuple(map(_unit, sharded.units, places))
-    return Description(units) if stages is None else Description(units, _stages(stages), stages.schedule.text())
-
-
-def _stages(stages: Pipelined) -> str:
+    if stages is None:
+        return Description(units)
     schedule, place = stages.schedule, stages.places[stages.here[0]]
     own, several = ", ".join(map(str, stages.here)), "s" * (len(stages.here) > 1)
-    return (
+    text = (
         f"stage{several} {own} of {len(stages.places)}; {schedule.style} of {schedule.micro_batches} micro-batches, at "
         f"most {schedule.alive(place)} alive here; bubble {100 * schedule.bubble():.1f} %"
     )
+    return Description(units, text, schedule.text())
 
 
 def _unit(unit: Unit, place: Placement) -> DescribedUnit:

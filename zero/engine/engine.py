@@ -100,11 +100,11 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._initialize = initialize  # makes the engines of check()
         self._status = status = Status(optimizer)
         self._accumulation = Accumulation(config, sharded, optimizer, status)
-        self._saving = CheckpointSaver(self, config, sharded, device)
+        self._saving = CheckpointSaver(self, config, sharded)
         self._loading = CheckpointLoader(self, sharded, optimizer, self._saving)
         self._weights = Weights(config, sharded, status, device)
         self._metrics = Metrics(data, device)
-        self._offload = StateOffload(sharded, optimizer, device)
+        self._offload = StateOffload(sharded, optimizer)
         self._compiler = BlockCompiler(sharded, status)
         parts = recomputing, self._accumulation, self._saving, status, forms
         self._training = TrainingStep(sharded, optimizer, device, *parts)

@@ -45,8 +45,7 @@ class Pipeline:
         self._status, self._data = status, data
         self._along = sharded.meshes.along("pp")
         needs_data = self.is_first or self.is_last or pipelined.divided.every_stage_reads
-        has_loss = pipelined.loss_fn is not None
-        self.feed = Feed(sharded, pipelined.one_input, has_loss, needs_data, pipelined.divided.prepare)
+        self.feed = Feed(sharded, pipelined, needs_data)
         each = config.reduces_each or (sharded.sharding.grads and config.pipeline.gather == "use")
         how = config.pipeline.gather == "step", each
         self._runner = Runner(pipelined.stages(), self._along, sharded, *how)

@@ -19,10 +19,9 @@ STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad
 class StateOffload:
     """Moves model state to host memory and back."""
 
-    def __init__(self, sharded: ShardedModule, optimizer: ZeroOptimizer | None, device: torch.device) -> None:
+    def __init__(self, sharded: ShardedModule, optimizer: ZeroOptimizer | None) -> None:
         self._sharded = sharded
         self._optimizer = optimizer
-        self._device = device
         # Storages of the device, resized to 0, and their bytes in host memory; views of the storages stay valid.
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
 
@@ -77,14 +76,14 @@ class StateOffload:
         if "lp_params" in names:
             for unit in self._sharded.units:
                 unit.offload()
-        pinned = pin_memory and self._device.type == "cuda"
+        pinned = pin_memory and self._sharded.device.type == "cuda"
         self._optimizer.away = True
         for storage in storages.values():  # one by one: where memory ends, `reload_states` brings back what has left
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
             host.copy_(_bytes(storage), non_blocking=non_blocking)  # on a GPU the current stream orders both
             storage.resize_(0)
             self._moved.append((storage, host))
-        if self._device.type == "cuda":
+        if self._sharded.device.type == "cuda":
             torch.cuda.empty_cache()  # else the memory stays with torch, and only torch may use it
 
     def reload_states(self, non_blocking: bool = False) -> None:

@@ -120,20 +120,15 @@ class _Writer:
             try:
                 item = self.queue.get(timeout=_QUIET)
             except queue.Empty:
-                item = self._phase()
+                now = self._status.record(0, 0)
+                phase = {"phase": now.phase.value} | ({"waits": now.waits} if now.waits else {})
+                item = Line() if phase == self._said else Line("phase", phase)
+                self._said = phase
             if item is None:
                 return self._close()
             self._write(item)
             if time.monotonic() - self._flushed >= _FLUSH_EVERY:
                 self._flush()
-
-    def _phase(self) -> Record:
-        now = self._status.record(0, 0)
-        phase = {"phase": now.phase.value} | ({"waits": now.waits} if now.waits else {})
-        if phase == self._said:
-            return Line()
-        self._said = phase
-        return Line("phase", phase)
 
     def _close(self) -> None:
         self._flush()

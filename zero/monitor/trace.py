@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zero.config.monitor_sections import Profile
@@ -29,11 +28,7 @@ class StepTrace:
     """
 
     def __init__(
-        self,
-        section: Profile,
-        sharded: ShardedModule,
-        device: torch.device,
-        tell: Callable[[Mapping[str, Any]], None] | None,
+        self, section: Profile, sharded: ShardedModule, tell: Callable[[Mapping[str, Any]], None] | None
     ) -> None:
         """`tell`: takes {"step", "spans"} of one step, for the report; None without a report."""
         self._rank = rank = sharded.world.global_rank
@@ -41,7 +36,7 @@ class StepTrace:
         self._first, self._last = section.steps or EARLY
         self._on = self._traced or (section.steps is None and tell is not None)
         self._folder, self._tell = Path(section.dir), tell
-        self._device, self._parts = device, (sharded, self._traced)
+        self._sharded = sharded
         self._timeline: Timeline | None = None
         self._profiler: profile | None = None
         self._ends: list[float] = []  # ends of the steps; the first is the beginning
@@ -55,7 +50,7 @@ class StepTrace:
                 self.close()
         elif self._on and self._first - 1 <= step < self._last:
             self._first = step + 1
-            self._start(self._device, self._traced)
+            self._start()
 
     def close(self) -> None:
         """End a running recording, and write its whole steps."""
@@ -64,7 +59,7 @@ class StepTrace:
         spans, self._timeline, self._on = self._timeline.stop(), None, False
         if self._profiler is not None:
             self._profiler.stop()
-            if self._device.type == "cuda":  # reading the events takes a while
+            if self._sharded.device.type == "cuda":  # reading the events takes a while
                 events = self._profiler.events()
                 mark = next(event.time_range.start for event in events if event.name == _MARK)
                 spans += kernel_spans(events, self._marked - mark / 1e6)
@@ -76,18 +71,19 @@ class StepTrace:
             self._tell({"step": self._first, "spans": sorted(rows, key=lambda row: row[2])})
         self._profiler = None
 
-    def _start(self, device: torch.device, traced: bool) -> None:
-        if traced or device.type == "cuda":
+    def _start(self) -> None:
+        on_gpu = self._sharded.device.type == "cuda"
+        if self._traced or on_gpu:
             if profiler_runs():
                 logger.warning("no trace of step %d: the script has a profiler of its own running", self._first)
                 self._on = False
                 return
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
             self._profiler = profile(activities=activities, experimental_config=all_threads())
             self._profiler.start()
             with record_function(_MARK):
                 self._marked = time.perf_counter()
-        self._timeline = Timeline(*self._parts)
+        self._timeline = Timeline(self._sharded, self._traced)
         self._ends = [time.perf_counter()]
 
     def _write(self, spans: Sequence[TimeSpan]) -> None:

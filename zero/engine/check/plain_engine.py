@@ -14,7 +14,7 @@ import copy
 import inspect
 import math
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     print = print_on_first
     training_dataloader = lr_scheduler = None  # until they are set
+    no_sync = contextlib.nullcontext  # gradients are summed over the ranks at the boundary only
 
     def __init__(self, module: nn.Module, client: Any, model_parameters: Any, settings: Config, kind: RunKind) -> None:
         """As for `zero.initialize`; `client`: the script's optimizer; `settings` are those of the run."""
@@ -72,9 +73,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         there = dist.is_initialized()
         self.global_rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
         self._places = Places(settings, device)
-        self.destroy = self._places.close
-        self._metrics = metrics = Metrics(self._places.data, device)
-        self._follow, self.gather_for_metrics, self.reduce = metrics.follow, metrics.gather_for_metrics, metrics.reduce
+        self._metrics = Metrics(self._places.data, device)
         self._status = Status(None)
         self.last: Step | None = None
         self._config = settings
@@ -85,7 +84,9 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         self._sums: dict[nn.Parameter, torch.Tensor | None] = {}
         self._counts: list[float] = []  # of the micro-batches of the step
         self._weighing = Weighing(settings)
-        self._broadcast()
+        for tensor in (*module.parameters(), *module.buffers()):
+            if self.world_size > 1 and tensor.numel():
+                dist.broadcast(tensor.data, 0)
         self.masters = self._make_masters(DTYPES[settings.compute_dtype])
         self.optimizer: Any = plain_optimizer(module, client, model_parameters, settings)
         if self.optimizer is not None:
@@ -185,11 +186,6 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         """See `Engine.set_gradient_accumulation_boundary`."""
         self._boundary = is_boundary
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Nothing to do: gradients are summed over the ranks at the boundary only."""
-        yield
-
     def was_step_applied(self) -> bool:
         """See `Engine.was_step_applied`."""
         return self._norm is not None and math.isfinite(self._norm)
@@ -210,17 +206,17 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Nothing to do: there is no line of a step."""
 
+    _follow = property(lambda self: self._metrics.follow)
+    gather_for_metrics = property(lambda self: self._metrics.gather_for_metrics, doc="See `Engine.gather_for_metrics`.")
+    reduce = property(lambda self: self._metrics.reduce, doc="See `Engine.reduce`.")
+    destroy = property(lambda self: self._places.close, doc="End the groups that were made.")
+
     def __getattr__(self, name: str) -> Any:
         """Look up what is missing in the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_modules"]["module"], name)
-
-    def _broadcast(self) -> None:
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
-            if self.world_size > 1 and tensor.numel():
-                dist.broadcast(tensor.data, 0)
 
     @property
     def _dtype(self) -> torch.dtype:

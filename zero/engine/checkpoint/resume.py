@@ -79,7 +79,11 @@ def restore(
     takes = scheduler and _both("a learning-rate scheduler", shared["scheduler"], engine.lr_scheduler)
     takes = takes and _load_scheduler(engine.lr_scheduler, shared["scheduler"])
     if engine.optimizer is not None:
-        _load_groups(engine, shared["groups"], optimizer, takes)
+        # Those of schedulers if the scheduler was, or if there is none here; else the others.
+        if (optimizer or takes) and _both("an optimizer", shared["groups"], engine.optimizer):
+            for group, values in zip(engine.optimizer.param_groups, shared["groups"], strict=True):
+                for key, value in _taken(engine, group, values, optimizer, takes).items():
+                    _put(group, key, value)
         if optimizer and shared["loss_scaler"] is not None:
             engine.optimizer.loss_scaler.load_state_dict(dict(shared["loss_scaler"]))
         engine.optimizer.forget_last_step()
@@ -202,15 +206,6 @@ def _load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> bool:
 
 def _of_group(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NOT_STATE}
-
-
-def _load_groups(engine: Any, saved: Any, optimizer: bool, scheduler: bool) -> None:
-    """Put hyperparameters back: those of schedulers if the scheduler was, or if there is none here; else the others."""
-    if not (optimizer or scheduler) or not _both("an optimizer", saved, engine.optimizer):
-        return
-    for group, values in zip(engine.optimizer.param_groups, saved, strict=True):
-        for key, value in _taken(engine, group, values, optimizer, scheduler).items():
-            _put(group, key, value)
 
 
 def _taken(

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from zero.checkpoint.folder import LATEST, check_folder
 from zero.checkpoint.retention import Retention
 from zero.checkpoint.safe_file import TensorChunk
@@ -79,11 +77,11 @@ class CheckpointSaver:
     asynchronous: whether saves run beside the loop, from the snapshot.
     """
 
-    def __init__(self, engine: Any, config: Config, sharded: ShardedModule, device: torch.device) -> None:
+    def __init__(self, engine: Any, config: Config, sharded: ShardedModule) -> None:
         section = config.zero.checkpoint
         self.barrier = sharded.world.watchdog.barrier
         self.asynchronous = section.asynchronous
-        self.snapshot = Snapshot(pinned=device.type == "cuda")
+        self.snapshot = Snapshot(pinned=sharded.device.type == "cuda")
         self._retention = Retention(section.keep, section.keep_optimizer)
         self._began = time.time()
         self._engine = weakref.proxy(engine)  # it holds this object, and is freed without the garbage collector
