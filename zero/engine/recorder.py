@@ -26,7 +26,7 @@ from zero.engine.unit_norms import UnitNorms
 from zero.log import log_once, logger, rank_zero
 from zero.monitor.monitor import Monitor
 from zero.monitor.phases import PhaseTimes
-from zero.monitor.printer import Printer, in_mib, memory_kind, memory_nbytes
+from zero.monitor.printer import Printer, in_mib, memory
 from zero.monitor.step_record import Line, StepRecord
 from zero.optim.norm import RankFlags, RankReport
 from zero.optim.optimizer import ZeroOptimizer
@@ -246,11 +246,7 @@ class StepRecorder:
         """Bytes by kind: of the state on the device and off it, and of all that is there besides."""
         host = self.host_nbytes()
         off = {} if host is None else {f"host {kind}": nbytes for kind, nbytes in host._asdict().items()}
-        return (
-            self.state_nbytes()._asdict()
-            | off
-            | {memory_kind(self._sharded.device): memory_nbytes(self._sharded.device)}
-        )
+        return self.state_nbytes()._asdict() | off | dict([memory(self._sharded.device)])
 
     def _warn(self, reports: Mapping[int, RankReport]) -> None:
         """Warn of losses that are not finite, and of equal first batches; rank 0 alone speaks."""

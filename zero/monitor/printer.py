@@ -113,7 +113,7 @@ class Printer:
 
 
 def memory(device: torch.device) -> tuple[str, int]:
-    """The kind and bytes of the most that the GPU held so far, or what the process holds of the machine's memory now."""
+    """Kind and bytes of the most that the GPU held so far, or of what the process holds of the machine's memory now."""
     if device.type == "cuda":
         return "GPU memory", torch.cuda.max_memory_allocated(device)
     return "memory", psutil.Process().memory_info().rss
