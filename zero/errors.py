@@ -90,7 +90,7 @@ def _end(message: str, text: str, parted: bool = False) -> None:
             fcntl.flock(said, fcntl.LOCK_EX)  # until it is printed: then other ranks may end, and the launcher end us
             said.seek(0)
             if not any(_alike(message, json.loads(line)) for line in said):
-                _print(text if alike or _ranks() == 1 else _named(text))
+                _print(text if alike or os.environ.get("WORLD_SIZE", "1") == "1" else _named(text))
                 said.write(json.dumps(message).encode() + b"\n")
                 said.flush()
             _record(own, message, text, alike)
@@ -177,10 +177,6 @@ def _print(text: str) -> None:
 
 def _named(text: str) -> str:
     return "".join(f"[rank{os.environ.get('RANK', '0')}]: {line}" for line in text.splitlines(keepends=True))
-
-
-def _ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _ranks_here() -> int:

@@ -263,7 +263,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         that can. Returns a `Report`, which is true where all is well. Raises ValueError for what cannot be run.
         """
         self._status.check()
-        report = in_process.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn, offload)
+        report = in_process.check(self, batch, steps, stages, accumulations, loss_fn, offload)
         if self._sharded.world.writes:
             print(report, flush=True)
         return report

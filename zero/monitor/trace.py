@@ -88,21 +88,17 @@ class StepTrace:
 
     def _write(self, spans: Sequence[TimeSpan]) -> None:
         steps = len(self._ends) - 1
-        lines = summary_lines(spans, steps, self._ends[-1] - self._ends[0])
-        text = "\n".join((f"steps {self._first} to {self._first + steps - 1} on rank {self._rank}", *lines))
+        kinds = [*dict.fromkeys(KINDS.values()), "other"]  # in milliseconds per step of each stream
+        whole = f"{1e3 * (self._ends[-1] - self._ends[0]) / steps:,.2f} ms/step"
+        lines = [f"steps {self._first} to {self._first + steps - 1} on rank {self._rank}"]
+        lines.append(f"{whole:<20} " + " ".join(f"{kind:>9}" for kind in kinds))
+        for stream, of_kind in summary(spans).items():
+            figures = " ".join(f"{1e3 * of_kind.get(kind, 0.0) / steps:>9,.2f}" for kind in kinds)
+            lines.append(f"{stream:<20} {figures}" + "  until they were waited for" * (stream == MESSAGES))
+        if on_gpu := [span for span in spans if span.stream.startswith(GPU)]:
+            lines.append(f"the GPU waits {1e3 * exposed(on_gpu) / steps:,.2f} ms/step for what travels")
+        text = "\n".join(lines)
         if written(self._folder / f"rank-{self._rank}.summary.txt", text):
             self._profiler.export_chrome_trace(str(self._folder / f"rank-{self._rank}.trace.json"))
         if self._rank == 0:
             logger.info("%s", text)
-
-
-def summary_lines(spans: Sequence[TimeSpan], steps: int, seconds: float) -> list[str]:
-    """Milliseconds per step of each stream, by kind, for `steps` that took `seconds`."""
-    kinds = [*dict.fromkeys(KINDS.values()), "other"]
-    whole = f"{1e3 * seconds / steps:,.2f} ms/step"
-    lines = [f"{whole:<20} " + " ".join(f"{kind:>9}" for kind in kinds)]
-    for stream, of_kind in summary(spans).items():
-        figures = " ".join(f"{1e3 * of_kind.get(kind, 0.0) / steps:>9,.2f}" for kind in kinds)
-        lines.append(f"{stream:<20} {figures}" + "  until they were waited for" * (stream == MESSAGES))
-    on_gpu = [span for span in spans if span.stream.startswith(GPU)]
-    return lines + [f"the GPU waits {1e3 * exposed(on_gpu) / steps:,.2f} ms/step for what travels"] * bool(on_gpu)

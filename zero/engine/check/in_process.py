@@ -31,15 +31,11 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Copies:
-    """Trains copies of an engine's model, each from the weights and the random numbers of now.
+    """Trains copies of an engine's model, each from the weights and the random numbers of now."""
 
-    initialize: the function that makes engines.
-    """
-
-    def __init__(self, engine: Any, initialize: Callable[..., Any], batches: Sequence[Any], loss_fn: Loss) -> None:
+    def __init__(self, engine: Any, batches: Sequence[Any], loss_fn: Loss) -> None:
         self.random = random_state.capture(engine.device)
         self._engine = engine
-        self._initialize = initialize
         self._batches = batches
         self._loss_fn = loss_fn
         self._model = whole_copy(engine)
@@ -92,12 +88,11 @@ class Copies:
             settings = load(raw, origin.world_size, filled=False, refused=("pp", "ep"))
             return PlainEngine(model, client, groups, settings, run.kind)
         trained = {"optimizer": client} if client is not None else {"model_parameters": groups}
-        return self._initialize(model=model, config=raw, dist_init_required=False, **trained)[0]
+        return origin._initialize(model=model, config=raw, dist_init_required=False, **trained)[0]
 
 
 def check(
     engine: Any,
-    initialize: Callable[..., Any],
     batch: Any,
     steps: int,
     stages: Sequence[int],
@@ -120,7 +115,7 @@ def check(
     for axis in PARTS_OF_MODEL:
         if engine._config.grid.size(axis) > 1 and axis not in said:
             raise ValueError(f"check(): an argument says {axis}, and copies of the engine are made by the JSON alone")
-    copies, level = Copies(engine, initialize, batches, loss_fn or loss_of), logger.level
+    copies, level = Copies(engine, batches, loss_fn or loss_of), logger.level
     logger.setLevel(max(level, logging.WARNING))  # engines do not log that they start
     try:
         return compare_runs(steps, stages, accumulations, offload, copies.train)

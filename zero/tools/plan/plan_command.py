@@ -24,7 +24,7 @@ from zero.memory.available import available_nbytes
 from zero.plan.formats import ITEMSIZE
 from zero.plan.grid import AXES, DATA, PARTS_OF_MODEL, Grid, by_axis
 from zero.sizes.cost import ModelCost, shape_cost
-from zero.sizes.estimate import DEFAULT, GB, TP, PlanRow, estimate
+from zero.sizes.estimate import DEFAULT, GB, TP, estimate
 from zero.sizes.lines import of_each, wrapped
 from zero.sizes.rates import DEVICES, Rates
 from zero.sizes.shape import Shape, shape_of
@@ -273,18 +273,15 @@ def _searched(given: argparse.Namespace, setup: Setup) -> Iterator[str]:
     if not best.lacks:
         yield from summary(setup, rows)
     if given.json is not None:
-        yield from _written(given.json, setup, best)
-
-
-def _written(path: str, setup: Setup, row: PlanRow) -> Iterator[str]:
-    if row.lacks:
-        raise ValueError(f"--json: nothing fits, so there is no configuration to write ({'; '.join(row.lacks)})")
-    values = apply(setup.settings.raw, row.sets)
-    load(values, setup.ranks, filled=False, refused=PARTS_OF_MODEL)
-    text = json.dumps(values, indent=2)
-    if path != "-":
-        Path(path).write_text(f"{text}\n", encoding="utf-8")
-    yield text if path == "-" else f"wrote {path}: {name_of(row)}"
+        if best.lacks:
+            raise ValueError(f"--json: nothing fits, so there is no configuration to write ({'; '.join(best.lacks)})")
+        values = apply(setup.settings.raw, best.sets)
+        load(values, setup.ranks, filled=False, refused=PARTS_OF_MODEL)
+        text = json.dumps(values, indent=2)
+        if given.json != "-":
+            Path(given.json).write_text(f"{text}\n", encoding="utf-8")
+            text = f"wrote {given.json}: {name_of(best)}"
+        yield text
 
 
 def _has_gpu() -> bool:
