@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,12 +12,14 @@ import pytest
 import torch
 
 from zero.kernels import native
+from zero.kernels.bucket import pack, pack_reference
 from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
-from zero.kernels.marks import nbytes, pack, unpack
+from zero.kernels.marks import nbytes, unpack
+from zero.kernels.marks import pack as pack_marks
 from zero.kernels.moments import FORMATS, Moment
 from zero.kernels.remainder import split
 from zero.kernels.step import step
-from zero.kernels.wire import encode, encode_reference, record_bytes
+from zero.kernels.wire import encode, encode_reference, record_bytes, sum_messages, sum_messages_reference
 
 CPU = native.load()
 step_reference = functools.partial(step, compiled=False)
@@ -176,7 +179,7 @@ def check_marks(formula: Formula, wanted: Shard, got: Shard, what: object) -> No
     numel, marks = seen.numel(), torch.zeros(seen.numel() // 8 + 2, dtype=torch.uint8, device=seen.device)
     there = torch.zeros(8 * len(marks), dtype=torch.bool)
     there[numel // 2] = there[numel:] = True  # set before, and behind the last element
-    marks.copy_(pack(there))
+    marks.copy_(pack_marks(there))
     for count in (1, 2):
         before = bits(seen).clone()
         step(formula, *got, step=count, grad_scale=0.37, key=5, first=512, marks=marks[: nbytes(numel)], threads=2)
@@ -187,23 +190,51 @@ def check_marks(formula: Formula, wanted: Shard, got: Shard, what: object) -> No
         same(mine.cpu(), its, str(what))
 
 
-def same_message(message: torch.Tensor, values: torch.Tensor, parts: int = 1) -> None:
-    """It is what the reference makes of them; of a scale of NaN any bits will do."""
-    wanted = torch.empty(len(message), dtype=torch.uint8)
-    encode_reference(values, wanted, parts)
-    same_bytes(message, wanted, parts)
+def check_pack(dtype: torch.dtype, flat_dtype: torch.dtype, scale: float, add: bool, device: torch.device) -> None:
+    """The bits of the reference, of more tensors than one launch takes, from any address to any, and none beside them.
+
+    Where torch rounds twice, its passes may have to take the place of the kernel.
+    """
+    sizes = [*SIZES, *range(130)]
+    tensors = [numbers(numel, dtype, hostile=True, start=numel % 3) for numel in sizes]
+    tensors, gap = [*tensors, numbers(6).view(2, 3)], 3  # any shape, and dtypes may be mixed
+    *offsets, size = itertools.accumulate((tensor.numel() + gap for tensor in tensors), initial=gap)
+    got = torch.full((size,), 9.0, dtype=flat_dtype, device=device)
+    wanted = got.cpu().clone()
+    if not pack([tensor.to(device) for tensor in tensors], got, offsets, scale, add):
+        assert flat_dtype is not torch.float32 and (add or scale != 1.0)
+        return
+    pack_reference(tensors, wanted, offsets, scale, add)
+    same(got.cpu(), wanted)
+    assert got[:gap].tolist() == got[-gap:].tolist() == [9.0] * gap
 
 
-def check_error(values: torch.Tensor, error: torch.Tensor, parts: int) -> None:
-    """One pass over values and error has the bits of plain torch's several ones."""
-    mine, its = error.clone(), error.cpu().clone()
-    message, wanted = encode(values, torch.empty_like(mine), parts, mine), torch.empty_like(its)
-    encode_reference(values.cpu(), wanted, parts, its)
-    same_bytes(message.cpu(), wanted, parts)
-    same_bytes(mine.cpu(), its, parts)
+def check_messages(dtype: torch.dtype, device: torch.device) -> None:
+    """Encoded, decoded and summed as by the reference, in parts with groups that are not full, at any address.
+
+    One pass over values and an error has the bits of plain torch's several ones.
+    """
+    for (blocks, parts), count, start in itertools.product(MESSAGES, (1, 2, 5), (0, 1, 2)):
+        numel, room = 64 * blocks, torch.empty(start + count * 66 * blocks, dtype=torch.uint8, device=device)
+        rows = list(room[start:].view(count, -1))
+        for index, row in enumerate(rows):
+            values, wanted = numbers(numel, dtype, seed=index, hostile=index == 1, start=start), row.cpu().clone()
+            encode(values.to(device), row, parts)
+            encode_reference(values, wanted, parts)
+            same_bytes(row.cpu(), wanted, parts)
+        mine, its = rows[0].clone(), rows[0].cpu().clone()
+        encode_reference(values, wanted, parts, its)
+        same_bytes(encode(values.to(device), None, parts, mine).cpu(), wanted, parts)
+        same_bytes(mine.cpu(), its, parts)
+        for accumulate in (False, True):
+            wanted = numbers(numel, dtype, seed=9, start=start)
+            got = wanted.to(device, copy=True)
+            sum_messages_reference([row.cpu() for row in rows], wanted, accumulate, parts)
+            sum_messages(rows, got, accumulate, parts)
+            same(got.cpu(), wanted, (blocks, parts, count, start, accumulate))
 
 
-def same_bytes(message: torch.Tensor, wanted: torch.Tensor, parts: int = 1) -> None:
+def same_bytes(message: torch.Tensor, wanted: torch.Tensor, parts: int) -> None:
     """Two messages, but for the bits of scales that are NaN."""
     order = record_bytes(len(wanted), parts, wanted.device)
     mine, its = message[order], wanted[order]

@@ -45,11 +45,11 @@ FLOORS = {
 STEPS_OF_CORE = {"zero.core": 0} | {
     f"zero.core.{name}": number
     for number, names in {
-        0: "torch_private quantized_params",
+        0: "torch_private quantized_params weak",
         1: "world tensors tree leaf kinds micro_batches replaced_forward",
         2: "comm mesh released",
         3: "agree accumulator master param_buffer owner",
-        4: "reduction shard initial_values unit_table",
+        4: "late_gather reduction shard initial_values unit_table",
         5: "gradients gathering refusals",
         6: "mixed_precision unit",
         7: "init init.deferred_param",
@@ -57,9 +57,10 @@ STEPS_OF_CORE = {"zero.core": 0} | {
         9: "ratio prefetcher init.builder",
         10: "streaming reducer",
         11: "hooks rounds",
-        12: "sharded_module",
-        13: "values",
-        14: "access",
+        12: "waits",
+        13: "sharded_module",
+        14: "values",
+        15: "access",
     }.items()
     for name in names.split()
 }

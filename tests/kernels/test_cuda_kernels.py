@@ -20,12 +20,11 @@ from cuda_emulation.build import build, compiler
 from kernel_cases import DTYPES, FORMULAS, KINDS, MASTERS, Shard, fixed_sum_squares, numbers, same, step_reference
 
 from zero.kernels import cuda, native, norm
-from zero.kernels.bucket import pack, pack_reference, sum_rows, sum_rows_reference
+from zero.kernels.bucket import sum_rows, sum_rows_reference
 from zero.kernels.formulas import Adam, Formula
 from zero.kernels.moments import FORMATS
 from zero.kernels.norm import sum_squares, sum_squares_into
 from zero.kernels.step import step
-from zero.kernels.wire import encode, sum_messages, sum_messages_reference
 from zero.memory.pinned_arena import PinnedArena
 from zero.optim.outcome import step_factor
 
@@ -210,37 +209,13 @@ def test_sum_rows(device: torch.device, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_8_bits(device: torch.device, dtype: torch.dtype) -> None:
-    """Encoded, decoded and summed as on the host, errors too; rows as they are received, from any address."""
-    for (blocks, parts), count, start in itertools.product(kernel_cases.MESSAGES, (1, 2, 5), (0, 1, 2)):
-        numel, room = 64 * blocks, torch.empty(start + count * 66 * blocks, dtype=torch.uint8, device=device)
-        rows = list(room[start:].view(count, -1))
-        for index, row in enumerate(rows):
-            values = numbers(numel, dtype, seed=index, hostile=index == 1, start=start)
-            encode(values.to(device), row, parts)
-            kernel_cases.same_message(row.cpu(), values, parts)
-        kernel_cases.check_error(values.to(device), rows[0], parts)
-        for accumulate in (False, True):
-            wanted = numbers(numel, dtype, seed=9)
-            got = wanted.to(device, copy=True)
-            sum_messages_reference([row.cpu() for row in rows], wanted, accumulate, parts)
-            sum_messages(rows, got, accumulate, parts)
-            same(got.cpu(), wanted, (blocks, parts, count, start, accumulate))
+    kernel_cases.check_messages(dtype, device)
 
 
 @pytest.mark.parametrize(("scale", "add"), [(1.0, False), (0.3, False), (1.0, True)])
 @pytest.mark.parametrize(("dtype", "flat_dtype"), list(itertools.product(DTYPES, DTYPES)))
 def test_pack(device: torch.device, dtype: torch.dtype, flat_dtype: torch.dtype, scale: float, add: bool) -> None:
-    """More tensors than one launch takes, from any address to any; nothing is written beside them."""
-    sizes = [*SIZES, *range(130)]
-    tensors = [numbers(numel, dtype, seed=numel, hostile=True, start=numel % 3) for numel in sizes]
-    *offsets, size = itertools.accumulate((numel + numel % 2 for numel in sizes), initial=3)
-    got = torch.full((size + MARGIN,), 9.0, dtype=flat_dtype, device=device)
-    wanted = got.cpu().clone()
-    packed = pack([tensor.to(device) for tensor in tensors], got, offsets, scale, add)
-    assert packed or flat_dtype not in (dtype, torch.float32)
-    if packed:
-        pack_reference(tensors, wanted, offsets, scale, add)
-        same(got.cpu(), wanted)
+    kernel_cases.check_pack(dtype, flat_dtype, scale, add, device)
 
 
 # An optimizer phase.

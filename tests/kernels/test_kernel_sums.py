@@ -13,7 +13,6 @@ from kernel_cases import (
     CPU,
     DTYPES,
     NARROW,
-    SIZES,
     fixed_sum_squares,
     numbers,
     same,
@@ -21,9 +20,9 @@ from kernel_cases import (
 )  # fmt: skip
 
 from zero.kernels import native
-from zero.kernels.bucket import pack, pack_reference, sum_rows, sum_rows_reference
+from zero.kernels.bucket import pack, sum_rows, sum_rows_reference
 from zero.kernels.norm import sum_squares, sum_squares_reference
-from zero.kernels.wire import decode, encode, sum_messages, sum_messages_reference
+from zero.kernels.wire import decode, encode
 
 isa, threads = kernel_cases.isa, kernel_cases.threads
 
@@ -56,17 +55,7 @@ def test_narrowing_rounds_ties_to_even_as_torch_does(isa, dtype):
 @pytest.mark.parametrize(("scale", "add"), [(1.0, False), (0.3, False), (1.0, True)])
 @pytest.mark.parametrize(("dtype", "flat_dtype"), list(itertools.product(DTYPES, DTYPES)))
 def test_pack_gives_the_bits_of_the_reference(isa, threads, dtype, flat_dtype, scale, add):
-    tensors = [numbers(numel, dtype, hostile=True) for numel in SIZES[1:]]
-    tensors, gap = [*tensors, numbers(6).view(2, 3)], 3  # any shape, and dtypes may be mixed
-    *offsets, size = itertools.accumulate((tensor.numel() + gap for tensor in tensors), initial=gap)
-    got, wanted = (torch.full((size,), 9.0, dtype=flat_dtype) for _ in range(2))
-    once = flat_dtype is torch.float32 or (scale == 1.0 and not add)  # all do, dtypes mixed
-    if not pack(tensors, got, offsets, scale, add):
-        assert not once, "the passes of torch take its place only where they round twice"
-        return
-    pack_reference(tensors, wanted, offsets, scale, add)
-    same(got, wanted)
-    assert got[:gap].tolist() == got[-gap:].tolist() == [9.0] * gap
+    kernel_cases.check_pack(dtype, flat_dtype, scale, add, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -94,20 +83,7 @@ def test_sum_rows_adds_first_to_last_and_may_write_into_a_row(isa):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_8_bits_give_the_bits_of_the_reference(isa, threads, dtype):
-    """Messages of one part and of several, with groups that are not full; and what is left of values of each dtype."""
-    for (blocks, parts), count, start in itertools.product(kernel_cases.MESSAGES, (1, 2, 5), (0, 1)):
-        numel, rows = 64 * blocks, []
-        for row in range(count):
-            values = numbers(numel, dtype, seed=row, hostile=row == 1, start=start)
-            rows.append(kernel_cases.shifted(encode(values, parts=parts), start))
-            kernel_cases.same_message(rows[-1], values, parts)
-        kernel_cases.check_error(values, rows[0], parts)
-        for accumulate in (False, True):
-            got = numbers(numel, dtype, seed=99, start=start)
-            wanted = got.clone()
-            sum_messages(rows, got, accumulate, parts)
-            sum_messages_reference(rows, wanted, accumulate, parts)
-            same(got, wanted)
+    kernel_cases.check_messages(dtype, torch.device("cpu"))
 
 
 def test_codes_of_8_blocks_come_first_and_then_their_scales(isa):

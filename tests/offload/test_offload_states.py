@@ -48,7 +48,7 @@ def alive(engine: Any) -> int:
             unit.gradients.flat,
             unit.gradients.shard,
         ]
-        for tensor in [*tensors, *(tensor for _, _, tensor in engine.optimizer.shard_optimizer.tensors(unit))]:
+        for tensor in [*tensors, *(tensor for _, _, tensor in engine.optimizer.states.tensors(unit))]:
             if tensor is not None:
                 found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     return sum(found.values())

@@ -74,17 +74,16 @@ def grads_in_one_process(counted: str, dtype: torch.dtype, scale: float = 1.0) -
     return {name: param.grad.double() / (count * scale) for name, param in model.named_parameters()}
 
 
+def settings(micro: int, stage: int = 0, accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+    return {**sizes, "zero_optimization": {"stage": stage}, "optimizer": sgd, "zero": {"mean": "tokens"}, **more}
+
+
 def shared(mode: str, stage: int, counted: str, form: str, way: str, more: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Gradients of one step on ranks that share each sequence, of a loss outside of the model."""
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "sequence_parallel_size": dist.get_world_size(),
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        **more,
-        "zero": {"mean": "tokens", "context": {"mode": mode}, **more.get("zero", {})},
-    }
+    config = settings(2, stage, MICRO_BATCHES, sequence_parallel_size=dist.get_world_size()) | more
+    config["zero"] = {"mean": "tokens", "context": {"mode": mode}, **more.get("zero", {})}
     engine, *_ = zero.initialize(model=Model(), config=config)
     for number in range(MICRO_BATCHES):
         ids, labels = batch(number, counted)
@@ -146,13 +145,7 @@ def test_ranks_that_have_parts_of_a_layer(counts: list[int], reduction: str, sta
     model = nn.Linear(6, 4, bias=False)
     model.weight.data.copy_(weight[half])
     set_cut(model.weight, Cut((8, 6), (Box((4 * part, 0), (4, 6)),)))
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero": {"mean": "tokens"},
-    }
-    engine, *_ = zero.initialize(model=model, config=config, mesh_param={"dp_shard": 2, "tp": 2})
+    engine, *_ = zero.initialize(model=model, config=settings(8, stage), mesh_param={"dp_shard": 2, "tp": 2})
     losses = engine(rows[data])[: counts[data]].square().sum(1)
     engine.backward(getattr(losses, reduction)(), tokens=counts[data], reduction=reduction)
     found = safe_get_full_grad(model.weight)
@@ -200,13 +193,7 @@ def test_keys_that_are_gathered_from_all_ranks(counts: list[int], stage: int) ->
     (contrastive(embeds, embeds, 0, counted) / sum(counts)).backward()
     exact = {name: param.grad for name, param in plain.named_parameters()}
 
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero": {"mean": "tokens"},
-    }
-    engine, *_ = zero.initialize(model=net(), config=config)
+    engine, *_ = zero.initialize(model=net(), config=settings(8, stage))
     first = 8 * dist.get_rank()
     mine = slice(first, first + 8)
     embeds = engine(rows[mine])
@@ -218,13 +205,7 @@ def test_keys_that_are_gathered_from_all_ranks(counts: list[int], stage: int) ->
 
 def test_a_nan_of_another_loss_is_not_hidden() -> None:
     """Of two losses of one graph one counts nothing; the other is not finite, and the step is skipped."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero": {"mean": "tokens"},
-    }
-    engine, *_ = zero.initialize(model=nn.Linear(4, 4), config=config)
+    engine, *_ = zero.initialize(model=nn.Linear(4, 4), config=settings(1, accumulation=2))
     output = engine(torch.ones(1, 4))
     engine.backward((output * 0).sum() / torch.zeros(()), retain_graph=True, tokens=0)
     engine.step()

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import longer
+from states import weights_of
 from torch import nn
 
 import zero
-from zero.utils import safe_get_full_fp32_param
 
 WIDTH, MICRO_BATCHES, STEPS, ROWS = 6, 12, 2, 3
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
@@ -153,8 +153,7 @@ def in_stages(seed: int, json: dict[str, Any]) -> tuple[list[float], dict[str, t
     engine = zero.initialize(model=model(seed), config=json, loss_fn=F.cross_entropy)[0]
     stream = iter(samples(seed, engine.get_data_parallel_rank()))
     losses = [float(engine.train_batch(stream)) for _ in range(STEPS)]
-    named = engine.module.named_parameters()
-    weights = {name: safe_get_full_fp32_param(param) for name, param in named if param.requires_grad}
+    weights = weights_of(engine, trained=True)
     engine.destroy()
     return losses, weights
 

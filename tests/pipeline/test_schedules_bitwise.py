@@ -1,4 +1,7 @@
-"""The promise: whatever the schedule and the ZeRO stage, stages over ranks train to the bits of one process."""
+"""The promise: whatever the schedule and the ZeRO stage, stages over ranks train to the bits of one process.
+
+Also where messages are NCCL's, which wait on the device and have no tags.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
+from device import moved
+from fake_nccl import on_fake_nccl
 from marks import longer
-from pipelines import accumulated, compare, json_of, pipelined
+from pipelines import Found, accumulated, compare, json_of, pipelined
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
 MICRO_BATCHES = 8
@@ -28,3 +34,16 @@ def test_a_schedule_trains_as_one_process_does(pool: Any, schedule, stage, way, 
     plain = json_of(alike, data, MICRO_BATCHES, precision)
     found = pool.run(ranks, pipelined, json_of(stage, data, MICRO_BATCHES, precision, pipeline=section))
     compare(found, pool.run(data, accumulated, plain)[0])
+
+
+def native(json: dict[str, Any]) -> tuple[Any, ...]:
+    with pytest.MonkeyPatch.context() as patch, on_fake_nccl(patch):
+        return moved(tuple(pipelined(json)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *longer("gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")])
+@pytest.mark.parametrize("gather", ["step", *longer("use")])
+def test_a_schedule_over_nccl_trains_as_one_process_does(pool: Any, schedule: str, gather: str) -> None:
+    json = json_of(3, 2, 8, pipeline={"stages": 2, "schedule": schedule, "gather": gather})
+    found = [Found(*each) for each in pool.run(4, native, json)]
+    compare(found, pool.run(2, accumulated, json_of(3 if gather == "use" else 1, 2, 8))[0])

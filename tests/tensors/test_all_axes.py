@@ -7,7 +7,6 @@ all is equal to the bit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from cut_models import Integers, family, full, integers, json_of, words
 from marks import longer
+from pipelines import stepped
 from ranks import Pool, said_by
 from sharing import needs_transformers
 from torch import nn
@@ -91,25 +91,11 @@ def one_process(way: Way, data: int) -> dict[str, Any]:
 def trained(way: Way) -> dict[str, Any]:
     """The same on this rank, of the weights those of its stage."""
     engine, *_ = zero.initialize(model=way.make(), config=way.json)
-    place, losses, norms = engine.get_data_parallel_rank(), [], []
     assert engine.dp_world_size == dist.get_world_size() // (way.pp * way.cp * way.tp)
-
-    def stream() -> Iterator[Any]:
-        for number in range(way.steps * way.gas):
-            yield way.batch(number, place)
-
-    feed = stream()
-    for _ in range(way.steps):
-        total = 0.0
-        if way.pp > 1:
-            total = float(engine.train_batch(feed))
-        for batch in () if way.pp > 1 else (next(feed) for _ in range(way.gas)):
-            loss = loss_of(engine(**batch))
-            engine.backward(loss)
-            engine.step()
-            total += loss.item() / way.gas
-        losses.append(total if way.pp > 1 else float(engine.reduce(total)))
-        norms.append(float(engine.get_global_grad_norm()))
+    feed = (way.batch(number, engine.get_data_parallel_rank()) for number in range(way.steps * way.gas))
+    losses, norms = stepped(
+        engine, feed, way.steps, None if way.pp > 1 else lambda engine, batch: loss_of(engine(**batch))
+    )
     shapes = {name: tuple(param.shape) for name, param in engine.module.named_parameters()}
     found = {"losses": losses, "norms": norms, "weights": full(engine), "shapes": shapes}
     engine.destroy()

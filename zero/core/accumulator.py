@@ -89,12 +89,10 @@ class TreeAccumulator(DeviceAccumulator):
         self._trees: dict[int, Tree[torch.Tensor]] = {}
 
     def add(self, total: torch.Tensor) -> None:
-        """See `DeviceAccumulator.add`."""
         tree = self._trees.setdefault(self.leaf.backward, Tree(torch.Tensor.add_))
         tree.put(self.leaf.micro_batch, total)
 
     def total(self) -> torch.Tensor | None:
-        """See `DeviceAccumulator.total`."""
         trees, self._trees = self._trees, {}
         for backward in sorted(trees):
             total = trees[backward].take()
@@ -106,10 +104,8 @@ class TreeAccumulator(DeviceAccumulator):
         return self._sum
 
     def parts(self) -> list[torch.Tensor]:
-        """See `DeviceAccumulator.parts`."""
         return [*super().parts(), *(value for tree in self._trees.values() for value in tree.values)]
 
     def clear(self) -> torch.Tensor | None:
-        """See `DeviceAccumulator.clear`."""
         self._trees = {}
         return super().clear()

@@ -69,6 +69,9 @@ class Transfer(NamedTuple):
     host: torch.Tensor | None = None
     pending: Pending | None = None  # None: nothing was sent
 
+    # Whether `full` is whole without a wait.
+    done = property(lambda self: self.host is None and all(work.is_completed() for work in self.works))
+
     def wait(self) -> None:
         """Return when `full` is whole (on CUDA: when the current stream will see it whole)."""
         if self.pending is not None:

@@ -5,6 +5,7 @@ Each way is a strategy with the same verbs. A unit has one; beside that of 8 bit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,21 +47,21 @@ class Gathering:
             self._shard.fill()
         return comm.gather(room, self._mesh.shard, self._tag)
 
-    def changed(self) -> None:
-        """The shards of all ranks change, or have changed."""
+    def invalidate(self) -> None:
+        """What was gathered or encoded before is old: the shards of all ranks change, or have changed."""
 
-    def updated(self) -> None:
-        """The optimizer has changed the shard; the exact values are still acquired."""
+    def encode(self) -> None:
+        """Encode the shard, which the optimizer has changed; the exact values are still acquired."""
 
     def publish(self) -> None:
         """Start to send a changed shard to where it is needed before the next gather."""
 
-    def shown(self) -> torch.Tensor | None:
+    def decoded_shard(self) -> torch.Tensor | None:
         """What a gather puts in the shard's place in the full buffer [window.numel]; None: the shard's values."""
         return None
 
-    def written(self) -> None:
-        """The full buffer, which is valid, was written on all ranks alike, and the shards have followed."""
+    def refresh_from_full(self) -> None:
+        """Take from the full buffer, which was written on all ranks alike, and which the shards have followed."""
 
 
 class SecondaryShard:
@@ -122,16 +123,13 @@ class SecondaryGathering(Gathering):
 
     @property
     def nbytes(self) -> int:
-        """See `Gathering.nbytes`."""
         return self._secondary.values.nbytes
 
     def begin(self, room: torch.Tensor) -> Transfer:
-        """See `Gathering.begin`."""
         self.publish()
         return self._secondary.gather(room, self._tag)
 
-    def changed(self) -> None:
-        """See `Gathering.changed`."""
+    def invalidate(self) -> None:
         self._secondary.invalidate()
 
     def publish(self) -> None:
@@ -146,8 +144,7 @@ class SecondaryGathering(Gathering):
         finally:
             store.write_back(changed=False)
 
-    def written(self) -> None:
-        """See `Gathering.written`."""
+    def refresh_from_full(self) -> None:
         self._secondary.copy_from(self._buffer.full)
 
 
@@ -157,9 +154,9 @@ class Decoding(NamedTuple):
     transfer: Transfer
     full: torch.Tensor
     parts: int
+    done = False  # what is here is still to be decoded
 
     def wait(self) -> None:
-        """See `Transfer.wait`."""
         self.transfer.wait()
         decode(self.transfer.full, self.full, self.parts)
 
@@ -184,16 +181,14 @@ class QuantizedGathering(Gathering):
 
     @property
     def nbytes(self) -> int:
-        """See `Gathering.nbytes`."""
         return self._message.nbytes + (0 if self._secondary is None else self._secondary.values.nbytes)
 
     def room(self) -> torch.Tensor:
         """Memory for the messages of all ranks; encodes ours, for which the exact values may have to be fetched."""
-        self._encode()
+        self._encode_if_old()
         return self._messages()
 
     def begin(self, room: torch.Tensor) -> Decoding:
-        """See `Gathering.begin`."""
         axis = self._mesh.shard
         if self._secondary is not None:
             self.publish()
@@ -201,43 +196,45 @@ class QuantizedGathering(Gathering):
         room.chunk(axis.size)[axis.rank].copy_(self._message)
         return Decoding(comm.gather(room, axis, self._tag), self._buffer.full, axis.size)
 
-    def changed(self) -> None:
-        """See `Gathering.changed`."""
+    def invalidate(self) -> None:
         self._encoded = False
         if self._secondary is not None:
             self._secondary.invalidate()
 
-    def updated(self) -> None:
-        """See `Gathering.updated`."""
+    def encode(self) -> None:
         self._message.copy_(encode(self._shard.master.values()))
         self._encoded = True
 
     def publish(self) -> None:
-        """See `SecondaryGathering.publish`."""
         if self._secondary is not None and not self._secondary.fresh:
-            self._encode()
+            self._encode_if_old()
             self._secondary.send(self._message, self._tag)
 
-    def shown(self) -> torch.Tensor:
-        """See `Gathering.shown`."""
+    def decoded_shard(self) -> torch.Tensor:
         return decode(self._message, torch.empty_like(self._shard.own_part()))
 
-    def written(self) -> None:
-        """See `Gathering.written`."""
-        self.changed()
+    def refresh_from_full(self) -> None:
+        self.invalidate()
 
-    def _encode(self) -> None:
+    def _encode_if_old(self) -> None:
         if not self._encoded:
             with self._shard.acquired():
-                self.updated()
+                self.encode()
 
     def _messages(self) -> torch.Tensor:
         return self._message.new_empty(self._mesh.shard.size * self._message.numel())
 
 
-def make_gathering(mesh: Mesh, shard: Shard, buffer: ParamBuffer, tag: int, quantized: bool) -> Gathering:
-    """How a unit with this mesh is gathered; its full buffer is valid. `quantized`: in 8 bits, if anything is sent."""
-    if quantized and buffer.resharded and mesh.shard.size > 1:
-        return QuantizedGathering(mesh, shard, buffer, tag)
+Policy = Callable[[Mesh, Shard, ParamBuffer, int], Gathering]  # makes that of a unit whose full buffer is valid
+
+
+def exactly(mesh: Mesh, shard: Shard, buffer: ParamBuffer, tag: int) -> Gathering:
+    """The values themselves; with hpZ, from a second copy of them."""
     kind = SecondaryGathering if buffer.resharded and mesh.secondary is not None else Gathering
     return kind(mesh, shard, buffer, tag)
+
+
+def in_8_bits(mesh: Mesh, shard: Shard, buffer: ParamBuffer, tag: int) -> Gathering:
+    """Values in 8 bits, if anything is sent."""
+    sends = buffer.resharded and mesh.shard.size > 1
+    return (QuantizedGathering if sends else exactly)(mesh, shard, buffer, tag)

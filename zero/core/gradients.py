@@ -273,7 +273,7 @@ class Gradients:
             self._move(waiting, self._factor)
 
     def _move(self, grads: dict[int, torch.Tensor], factor: float) -> None:
-        """Add gradients, by parameter, to the flat buffer; on a GPU by one launch for those that are the first."""
+        """Add gradients, by parameter, to the flat buffer: by a kernel in one pass, where it gives torch's bits."""
         if self._flat is None:
             self._flat = self._memory(self.plan.layout.numel, self._dtypes.local)
             if gaps := self.plan.layout.gaps:

@@ -164,20 +164,6 @@ def as_forward(module: nn.Module, method: Callable[..., Any], /, *args: Any, **k
     return method(*args, **kwargs)
 
 
-def attach_wait(module: nn.Module, units: Sequence[Unit]) -> list[RemovableHandle]:
-    """Have a module wait for updates of these units, which are not resharded, that still run when its forward begins.
-
-    Torch's own calls would notice by themselves; compiled code, and what works on addresses, would not.
-    """
-
-    def wait(module: nn.Module, args: Any) -> None:
-        for unit in units:
-            if not unit.readable:
-                unit.wait()
-
-    return [module.register_forward_pre_hook(OwnHook(wait), prepend=True)]
-
-
 def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], None]:
     """What to call after the first backward: it warns of the leaves among `anchors` that were not called.
 

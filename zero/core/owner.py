@@ -124,5 +124,5 @@ def owner_of(param: torch.Tensor) -> Owner | None:
 
 
 def is_released(param: torch.Tensor) -> bool:
-    """Whether the parameter's values are away."""
-    return isinstance(param, Released)
+    """Whether the parameter's values are away, and not on their way to whoever reads it."""
+    return isinstance(param, Released) and not param._zero_owner.unit.coming

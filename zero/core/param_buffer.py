@@ -130,7 +130,7 @@ class ParamBuffer:
 
     def allocate(self) -> None:
         """Take memory for the full parameters."""
-        self._references = storage_references(self.full)
+        self.note_references()
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
 
     def free(self, keep_if_referenced: bool) -> None:
@@ -160,9 +160,19 @@ class ParamBuffer:
 
     def reload(self) -> None:
         """The storages hold the values of `offload` again."""
-        self.move("reload" if self.resharded else "show")
-        if not self.resharded:
-            self.show()
+        with self.lock:
+            self.move("reload" if self.resharded else "show")
+            if not self.resharded:
+                self.show()
+
+    def note_references(self) -> None:
+        """From now on whoever else holds the memory has `lent` true; all that the engine itself keeps is there."""
+        self._references = storage_references(self.full)
+
+    @property
+    def lent(self) -> bool:
+        """Whether somebody has a view of the memory, such as an old `state_dict()`: reads of it are not noticed."""
+        return storage_references(self.full) > self._references
 
     def look_released(self) -> None:
         """Have the parameters refuse to be read; their memory stays."""

@@ -177,7 +177,7 @@ class ParamPrefetcher:
         self._calls: list[Call] = []  # hooked modules that are in their forward, the innermost last
         self._methods: list[Call] = []  # methods that run as a forward does, outside of any; likewise
         self._returned: list[tuple[Use, bool]] = []  # units inside what the root returned; whether for a backward
-        self.on_forward: Callable[[], object] = bool
+        self.on_forward: Callable[[], object] | None = None
         self._builds_graph = False  # the backward that runs builds a graph of itself, which reads the same parameters
         for unit in units:
             unit.on_read = self.ensure_gathered
@@ -312,10 +312,10 @@ class ParamPrefetcher:
 
     def _begin_forward(self) -> None:
         self._end_returned(lambda for_backward: not for_backward)
-        if torch.is_grad_enabled():
-            self.on_forward()
-        else:
+        if not torch.is_grad_enabled():
             self.forecast.interrupt()
+        elif self.on_forward is not None:
+            self.on_forward()
 
     def _close(self, call: Call) -> None:
         readers = self._calls if call in self._calls else self._methods
@@ -338,7 +338,8 @@ class ParamPrefetcher:
         for index in sorted(ahead):
             self.units[index].gather(deferred=True)  # of those whose update has ended since
         in_use = {unit.index for unit in used} | {index for index, use in enumerate(self._uses) if use.depth}
-        full = {unit.index for unit in self.units if unit.state in (State.FULL, State.CONCEALED)} - in_use
+        # What stays full is so on all ranks alike, also where some have not yet waited for what the step has sent.
+        full = {u.index for u in self.units if u.persistent or u.state in (State.FULL, State.CONCEALED)} - in_use
         coming = self.forecast.coming
         chosen = fetched_ahead(coming, self._sizes, self._limits, used=in_use, kept=full, travelling=ahead)
         for unit in (self.units[index] for index in chosen):

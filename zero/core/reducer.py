@@ -92,12 +92,12 @@ class Reducer:
         self.rounds = 0
         self.pending = False
         self.weights = Weights()
-        self.on_begin: Callable[[], object] = bool
-        self.on_finish: Callable[[], object] = bool
+        self.on_begin: Callable[[], object] | None = None
+        self.on_finish: Callable[[], object] | None = None
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
         self._when = When.EACH if sharding.grads else When.AT_BOUNDARY
         self._prefetcher = prefetcher
-        self.on_last: Callable[[], object] = bool
+        self.on_last: Callable[[], object] | None = None
         self.on_flush: list[Callable[[], None]] = []
         self._backward: Backward | None = None  # that has begun and was not flushed yet
         self._warned = False
@@ -131,7 +131,7 @@ class Reducer:
             if count is None and self.weights.needed:
                 raise RuntimeError(NO_TOKENS)
             self._begin()
-            if self.boundary:
+            if self.boundary and self.on_last is not None:
                 self.on_last()
         if count is not None:
             self._backward.count = (self._backward.count or 0.0) + count
@@ -173,7 +173,7 @@ class Reducer:
         if fires:
             while backward.reduced < len(self._order):
                 self._fire(backward)
-            if not followed:
+            if not followed and self.on_finish is not None:
                 self.on_finish()
             for unit in self._order:
                 unit.gradients.finish()
@@ -333,7 +333,8 @@ class Reducer:
         return self.finite.world.watchdog.status
 
     def _begin(self) -> None:
-        self.on_begin()
+        if self.on_begin is not None:
+            self.on_begin()
         self._status.forwards = max(0, self._status.forwards - 1)
         self._backward = Backward()
         self.finite.begin()

@@ -80,7 +80,6 @@ class ReplicaReduction:
         self._transfer: Transfer | None = None
 
     def advance(self, into: Accumulator, later: int = 2) -> None:
-        """See `ShardReduction.advance`."""
         if later < 2:
             return
         inbox, self._inbox = self._inbox, None
@@ -94,7 +93,6 @@ class ReplicaReduction:
         self._transfer = comm.gather(total, self._axis, self._tag + 1)
 
     def finish(self, into: Accumulator) -> None:
-        """See `ShardReduction.finish`."""
         self.advance(into)
         transfer, self._transfer = self._transfer, None
         if transfer is not None:  # None where an exception has ended the first stage
@@ -102,7 +100,6 @@ class ReplicaReduction:
             into.add(transfer.full)
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """See `ShardReduction.tensors`."""
         if self._transfer is not None:
             return [self._transfer.full], []
         inbox = self._inbox
@@ -122,7 +119,6 @@ class HierarchicalReduction:
         self._between: ReplicaReduction | None = None
 
     def advance(self, into: Accumulator, later: int = 2) -> None:
-        """See `ShardReduction.advance`."""
         if self._between is not None:
             self._between.advance(into)
             return
@@ -134,14 +130,12 @@ class HierarchicalReduction:
         self._between = ReplicaReduction(total, self._replica, self._tag, self._as_tree, self._memory)
 
     def finish(self, into: Accumulator) -> None:
-        """See `ShardReduction.finish`."""
         if self._between is None:
             self.advance(into)
         if self._between is not None:
             self._between.finish(into)
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """See `ShardReduction.tensors`."""
         return ([], _messages(self._inbox)) if self._between is None else self._between.tensors()
 
 

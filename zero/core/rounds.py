@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from zero.core.agree import agree
 from zero.core.prefetcher import ParamPrefetcher
 from zero.core.reducer import Reducer
 from zero.core.unit import Unit
+from zero.core.weak import while_alive
 from zero.core.world import Axis
 from zero.watchdog.hang_report import difference_text
 
@@ -77,12 +77,10 @@ class Rounds:
         self._open = False  # this rank runs one
         self._told: list[int] = []  # the places of ranks to which this one says what it does
         self._sent: list[Any] = []  # words on their way
-        self._silence: Callable[[], None] = bool  # ends the subscription to events
-        enter, ended = weakref.WeakMethod(self.enter), weakref.WeakMethod(self._ended)  # weak, as we hold both
-        finishing = weakref.WeakMethod(self._finishing)
-        prefetcher.on_forward = reducer.on_begin = lambda: (enter() or bool)()
-        reducer.on_finish = lambda: (finishing() or bool)()
-        reducer.on_flush.append(lambda: (ended() or bool)())
+        self._unsubscribe: Callable[[], None] | None = None  # from events
+        prefetcher.on_forward = reducer.on_begin = while_alive(self.enter)  # weak, as we hold both
+        reducer.on_finish = while_alive(self._finishing)
+        reducer.on_flush.append(while_alive(self._ended))
 
     def begin_step(self, micro_batches: int) -> list[int]:
         """Say how many micro-batches this rank runs in the step that begins; collective. Returns those of all ranks."""
@@ -111,7 +109,7 @@ class Rounds:
         self._open = True
         if self._follows and (told := self._followers(active)):
             self._told = told
-            self._silence = self._world.watchdog.events.subscribe(self._span)
+            self._unsubscribe = self._world.watchdog.events.subscribe(self._span)
 
     def join(self) -> None:
         """This rank's `step()` has come: take part in the rounds that other ranks still run; collective."""
@@ -196,8 +194,9 @@ class Rounds:
         self._next()
 
     def _close(self) -> None:
-        self._silence()
-        self._silence, self._open, self._told = bool, False, []
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        self._unsubscribe, self._open, self._told = None, False, []
         self._sent = [each for each in self._sent if not each.done]
 
     def _next(self) -> None:

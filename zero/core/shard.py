@@ -13,7 +13,9 @@ import torch
 
 from zero.core.master import Master
 from zero.core.param_buffer import ParamBuffer, State
+from zero.core.released import absent
 from zero.kernels.marks import Changes
+from zero.log import logger
 from zero.memory.pending_update import PendingUpdate
 from zero.memory.state_placement import StatePlacement
 from zero.memory.streams import SideStream, record_event, wait_event
@@ -80,6 +82,18 @@ class Shard:
             self._filled = record_event(self._buffer.full.device)
             if resting is not None:  # its memory is used again: not before the copy, which is only queued, has ended
                 resting.write_back(changed=False, after=self._filled)
+
+    def fill_alone(self) -> None:
+        """Have the own part in the full buffer, and NaN for what only other ranks hold (0 in dtypes without one)."""
+        full, own = self._buffer.full, None if self._buffer.resharded else self.values.clone()
+        full.copy_(absent(full.shape, full.dtype, full.device))
+        if own is not None:
+            self.values.copy_(own)
+            return
+        try:
+            self.fill()
+        except (OSError, RuntimeError) as error:
+            logger.warning("the own part of %s could not be read either: %s", self._buffer.name, error)
 
     def wait_filled(self) -> None:
         """Have the current stream wait for that copy."""
@@ -212,10 +226,10 @@ class Shard:
         if self.master is not None:
             buffer.note_versions()
 
-    def keep_writes(self, shown: Callable[[], torch.Tensor | None]) -> bool:
+    def keep_writes(self, decoded: Callable[[], torch.Tensor | None]) -> bool:
         """Take what a forward has written into resharded parameters, before the full copy goes; whether it did.
 
-        shown: gives what stood in the own part [window.numel]; None: the shard's values.
+        decoded: gives what stood in the own part [window.numel]; None: the shard's values.
 
         As where they are not cut, each rank takes its own part, so all ranks must write the same. `nn.Embedding` with
         `max_norm` writes so, and momentum encoders do. Writes through `param.data` in place are not seen.
@@ -224,7 +238,7 @@ class Shard:
         written = buffer.reattach_all() | buffer.written()
         if not written:
             return False
-        own, before = self.own_part(), shown()
+        own, before = self.own_part(), decoded()
         with self.acquired(changed=True):
             for index in sorted(written):
                 fragment = self.fragment(index)

@@ -18,7 +18,8 @@ from zero.core import comm
 from zero.core.agree import alike
 from zero.core.conversion import check_parameters, guard, unguard
 from zero.core.finite import FirstNotFinite
-from zero.core.hooks import FrozenUnits, attach, attach_wait, uncalled_leaves
+from zero.core.gathering import exactly, in_8_bits
+from zero.core.hooks import FrozenUnits, attach, uncalled_leaves
 from zero.core.init.deferred_param import DeferredParam
 from zero.core.leaf import is_apart, z3_leaf_module
 from zero.core.mesh import Meshes
@@ -30,9 +31,10 @@ from zero.core.quantized_params import footprint, format_of, prepare
 from zero.core.ratio import choose_ratio
 from zero.core.reducer import Reducer
 from zero.core.streaming import is_streamed
-from zero.core.torch_private import is_compiled, take_off
+from zero.core.torch_private import take_off
 from zero.core.unit import Unit
 from zero.core.unit_table import UnitTable, agree_on_units
+from zero.core.waits import wait_hooks
 from zero.core.world import Axis, World
 from zero.log import log_once, logger
 from zero.memory.available import Freed, give_back
@@ -86,9 +88,8 @@ class ShardedModule:
         for child, (read, frozen) in reads.items():
             make = functools.partial(attach, child, read, frozen, self.prefetcher, self.reducer.begin)
             self._hooks.setdefault(child, []).append(make)
-        beside = [unit for unit in self.trained if unit.shard.placement.state_offloaded and not unit.resharded]
-        for child, awaited in _awaited(module, beside).items():
-            self._hooks.setdefault(child, []).append(functools.partial(attach_wait, child, awaited))
+        for child, make in wait_hooks(module, self.trained).items():
+            self._hooks.setdefault(child, []).append(make)
         self.hook(self._hooks)
         guard(module.modules())
         tables = [table for child in module.modules() for table in (child._parameters, child._modules)]
@@ -202,8 +203,12 @@ class ShardedModule:
         return StateBytes(parameters, gradients, masters)
 
     def leave(self) -> None:
-        """The engine is gone; waits for nothing and sends nothing. What cannot be given back now `reclaim` gives."""
+        """The engine is gone; begins no message, waits for no update. What cannot be given back now `reclaim` gives."""
         self.world.watchdog.close()
+        for unit in self.units:
+            if not unit.resharded and unit.shard.pending is None:
+                with contextlib.suppress(RuntimeError):  # the other ranks are gone
+                    unit.wait_sent()  # of a step that all ranks have taken
         if all(unit.readable and not unit.resharded for unit in self.units):
             self.dissolve()
             return
@@ -305,7 +310,8 @@ def _adopt(
     gradient_dtypes = numerics.gradient_dtypes(dtype, sharding)
     unit.persistent = unit.resharded and persistent
     quantized = section.zero_quantized_weights and unit.plan.requires_grad and not unit.persistent
-    unit.adopt(DTYPES[dtype], device, gradient_dtypes, numerics.formats.remainder(dtype), quantized)
+    gathered = in_8_bits if quantized else exactly
+    unit.adopt(DTYPES[dtype], device, gradient_dtypes, numerics.formats.remainder(dtype), gathered)
     if section.zero_quantized_gradients and unit.gradients is not None:
         unit.gradients.quantize()
     unit.release()  # what a model holds whole at any moment is one unit, and those that stay so
@@ -415,20 +421,6 @@ def _reads(
         follow = FrozenUnits(frozen[child], trained, prefetcher) if child in frozen else None
         reads[child] = needed, follow
     return reads
-
-
-def _awaited(module: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[Unit, ...]]:
-    """For each module that reads some of these units what it must wait for; one that is compiled, all below it."""
-    wanted = {param: unit for unit in units for param in unit.params}
-    found: dict[nn.Module, list[Unit]] = {}
-    for unit in units:
-        found.setdefault(module.get_submodule(unit.plan.anchor), []).append(unit)
-    for child in module.modules():
-        # Compiled code asks what its parameters are before anything in it runs.
-        for param in child.parameters(recurse=is_compiled(child)):
-            if param in wanted:
-                found.setdefault(child, []).append(wanted[param])
-    return {child: tuple({unit.index: unit for unit in read}.values()) for child, read in found.items()}
 
 
 def _adopt_buffers(module: nn.Module, device: torch.device, peers: Axis, dtype: torch.dtype | None) -> None:

@@ -166,6 +166,24 @@ def parameter_of_class(kind: type, data: torch.Tensor) -> torch.Tensor:
     return torch.Tensor._make_subclass(kind, data, False)
 
 
+@functools.cache
+def before_messages(ask: Callable[[Any], None]) -> None:
+    """Have torch.distributed `ask` about all it is given: its backends read memory past the class of a tensor."""
+    c10d = dist.distributed_c10d
+    one, several = c10d._check_single_tensor, c10d._check_tensor_list
+
+    def check_one(param: Any, name: str) -> None:
+        ask(param)
+        one(param, name)
+
+    def check_several(param: Any, name: str) -> None:
+        for each in param if isinstance(param, (list, tuple)) else ():
+            ask(each)
+        several(param, name)
+
+    c10d._check_single_tensor, c10d._check_tensor_list = check_one, check_several
+
+
 def untransformed(work: Callable[..., Any]) -> Callable[..., Any]:
     """`work` on our own tensors as it is, also where a transform of `torch.func` runs: that would make them its own."""
 

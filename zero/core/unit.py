@@ -18,16 +18,15 @@ import torch
 from torch import nn
 
 from zero.core import comm
-from zero.core.gathering import Gathering, make_gathering
+from zero.core.gathering import Gathering, Policy, exactly
 from zero.core.gradients import GradientDtypes, Gradients
 from zero.core.initial_values import initial_values, share_equal, share_quant_state
+from zero.core.late_gather import LateGather
 from zero.core.mesh import Mesh
 from zero.core.owner import Owner
 from zero.core.param_buffer import ParamBuffer, State
-from zero.core.released import absent
 from zero.core.shard import Shard
 from zero.core.torch_private import untransformed
-from zero.log import logger
 from zero.memory.state_placement import StatePlacement
 from zero.plan.layout import Span
 from zero.plan.units import UnitPlan
@@ -43,7 +42,8 @@ class ShardedParams:
     holds:      how many readers (`GatheredParameters`) keep them full for now;
     edited:     indices of the parameters that such readers will write back, one entry for each reader;
     persistent: they stay full between uses although they are cut, until the optimizer's step outdates the full copy;
-    on_read:    called when they are read while they are released; makes them full and returns True, or False.
+    on_read:    called when they are read while they are released; makes them full and returns True, or False;
+    late:       whether the gather behind a step may stay in flight.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class ShardedParams:
         self.on_read: Callable[[ShardedParams], bool] | None = None
         self._source = self.gathering  # of what is in the full buffer, or on its way there
         self._transfer: Any = None  # in flight; has `wait`
+        self.late = LateGather(buffer)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -190,11 +191,15 @@ class ShardedParams:
                 self.buffer.look_released()
                 self.buffer.move("conceal")
 
+    @property
+    def coming(self) -> bool:
+        """Whether a read only has to wait, for an update that runs and what a step has sent: no rank need do more."""
+        sent = self.persistent and (self.shard.pending is not None or self.state is State.GATHERING)
+        return sent or (not self.resharded and self.state is not State.AWAY)
+
     def ensure_gathered(self) -> bool:
         """Make the parameters readable for an immediate read; False if that is not possible."""
-        # For an update that runs, and what it sends; other ranks need do nothing for it.
-        coming = self.persistent and (self.shard.pending is not None or self.state is State.GATHERING)
-        if coming or (not self.resharded and self.state is not State.AWAY):
+        if self.coming:
             self.wait()
         return self.state is State.FULL or (self.on_read is not None and self.on_read(self))
 
@@ -208,13 +213,13 @@ class ShardedParams:
 
     def take_writes(self) -> None:
         """Where parameters are not resharded: take what users have written into them in place as their exact values."""
-        if not self.resharded:
-            if self.state is State.AWAY:
-                if self.shard.master is not None:
-                    raise self.absence()
-                return
+        if self.resharded:
+            return
+        if self.state is not State.AWAY:
             self.wait()  # for an update that still runs
             self.shard.take_writes()
+        elif self.shard.master is not None:
+            raise self.absence()
 
     def snapshot(self, index: int) -> torch.Tensor | None:
         """What this rank's shard says of parameter `index` now, for `overwrite` to tell later what has changed."""
@@ -227,7 +232,7 @@ class ShardedParams:
         """
         comm.broadcast(self.buffer.views[index], source, self.mesh.data, self.plan.name)
         self.shard.take(index, before)
-        self.gathering.changed()
+        self.gathering.invalidate()
 
     def renew(self, index: int, values: torch.Tensor) -> None:
         """Take `values` [numel], in the unit's dtype, as parameter `index` in the full copy, where there is one.
@@ -243,7 +248,7 @@ class ShardedParams:
             self.buffer.forget_graph()
         if not (self.holds and self.state is State.FULL):  # GatheredParameters would take it for a change that is lost
             self.buffer.outdate([index])
-        self.gathering.changed()
+        self.gathering.invalidate()
 
     def _begin(self, gathering: Gathering, room: torch.Tensor) -> None:
         self._source, self._transfer = gathering, gathering.begin(room)
@@ -253,6 +258,7 @@ class ShardedParams:
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()
+        self.late.received()
 
     @untransformed
     def _release(self, keep_if_referenced: bool) -> None:
@@ -266,8 +272,8 @@ class ShardedParams:
 
     def _keep_writes(self) -> None:
         """Before the full copy goes: take what a forward has written into it."""
-        if self.shard.keep_writes(self._source.shown):
-            self.gathering.written()
+        if self.shard.keep_writes(self._source.decoded_shard):
+            self.gathering.refresh_from_full()
 
 
 class Unit(ShardedParams):
@@ -317,12 +323,12 @@ class Unit(ShardedParams):
         device: torch.device,
         gradient_dtypes: GradientDtypes,
         remainder: bool = False,
-        quantized: bool = False,
+        gathered: Policy = exactly,
     ) -> None:
         """Move the parameters into flat storage, with rank 0's values, and keep this rank's shard.
 
         The masters are made from the values before they are rounded to a 16-bit `dtype`; see `initial_values`.
-        `quantized`: from now on parameters are gathered in 8 bits.
+        `gathered`: how parameters are gathered from now on.
         """
         trained = self.plan.requires_grad
         share_quant_state(self.params, self.mesh.data, self.plan.name)
@@ -330,7 +336,7 @@ class Unit(ShardedParams):
         full, master = initial_values(self.params, self.plan, self.mesh, self.shard.window, dtype, device, remainder)
         self.buffer.adopt(full)
         self.shard.adopt(trained, master)
-        self.gathering = make_gathering(self.mesh, self.shard, self.buffer, TAGS * self.number, quantized)
+        self.gathering = gathered(self.mesh, self.shard, self.buffer, TAGS * self.number)
         self._source = self.gathering
         for position, param in enumerate(self.params):
             param._zero_owner = Owner(self.plan.params[position].name, self, position)
@@ -338,6 +344,8 @@ class Unit(ShardedParams):
             shapes = [param.shape for param in self.params]
             how = self.mesh, gradient_dtypes, device, TAGS * self.number + 1, self.shard.placement
             self.gradients = Gradients(self.plan, shapes, *how)
+        if not self.resharded:
+            self.buffer.note_references()
 
     # -- the optimizer's step, and the parameters around it
 
@@ -353,6 +361,12 @@ class Unit(ShardedParams):
         if getattr(self.optimizer(), "away", False):
             return RuntimeError(f"the states of {self.buffer.name} are offloaded; call engine.reload_states() first")
         return super().absence()
+
+    def step_ends(self) -> None:
+        """The gather behind a step has begun: wait for it, unless whoever reads the parameters will."""
+        looks_released = self.resharded or self.shard.pending is not None
+        if not (looks_released or self.late.step_ends()):
+            self.wait()
 
     def wait_sent(self) -> None:
         """Wait until the other ranks have received what the last update sent."""
@@ -371,11 +385,12 @@ class Unit(ShardedParams):
             self.buffer.forget_graph()
             self._release(True)
             self.buffer.outdate()
-            self.gathering.changed()
+            self.gathering.invalidate()
         else:
             self.take_writes()
             self.buffer.outdate()
             with self.buffer.lock:
+                self.late.step_begins()
                 self.buffer.move("invalidate")
 
     def offload(self) -> None:
@@ -389,15 +404,10 @@ class Unit(ShardedParams):
         with self.buffer.lock:
             self.buffer.offload()
 
-    def reload(self) -> None:
-        """The storages hold the values of `offload` again."""
-        with self.buffer.lock:
-            self.buffer.reload()
-
     def write_exact(self, start: int, values: torch.Tensor) -> None:
         """Replace the exact values from element `start` of the shard on by `values`, fp32 [k], and their roundings."""
         self.shard.write_exact(start, values)
-        self.gathering.changed()
+        self.gathering.invalidate()
 
     def reduce(self, leaf: Any = None) -> None:
         """Start to reduce the full gradient to its shard, after a running update has finished with the last one."""
@@ -408,7 +418,7 @@ class Unit(ShardedParams):
     def dissolve(self, alone: bool = False) -> None:
         """Give every parameter storage of its own again, with its current value, and forget the flat buffers.
 
-        `alone`: without the other ranks. What only they hold of cut parameters becomes NaN (0 in dtypes without one).
+        `alone`: without the other ranks. What only they hold, or have not sent, becomes NaN (0 in dtypes without one).
         """
         if alone:
             self._stand_alone()
@@ -423,16 +433,13 @@ class Unit(ShardedParams):
 
     def _stand_alone(self) -> None:
         """Become readable with what is on this rank; messages in flight are not waited for."""
-        self._transfer = None
+        transfer, self._transfer = self._transfer, None
         with self.buffer.lock:
             if self.state in (State.SHARDED, State.REQUESTED):
                 self.buffer.allocate()
-                full = self.buffer.full
-                full.copy_(absent(full.shape, full.dtype, full.device))
-                try:
-                    self.shard.fill()
-                except (OSError, RuntimeError) as error:
-                    logger.warning("the own part of %s could not be read either: %s", self.buffer.name, error)
+                self.shard.fill_alone()
+            elif self.state is State.GATHERING and not (transfer is None or transfer.done):
+                self.shard.fill_alone()  # it has old values and new ones
         if self.state not in (State.FULL, State.CONCEALED):
             self.complete()
         self.wait()

@@ -1,16 +1,16 @@
-"""Which micro-batches make up one optimizer step, and when their gradients travel."""
+"""The micro-batches of one optimizer step, and when their gradients are reduced."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
 import logging
-import weakref
 from collections.abc import Iterator, Mapping
 
 from zero.config import Config
 from zero.core.rounds import Rounds
 from zero.core.sharded_module import ShardedModule
+from zero.core.weak import while_alive
 from zero.engine.status import Status
 from zero.log import log_once
 from zero.optim.norm import RankReport
@@ -61,8 +61,7 @@ class Accumulation:
         self._sharded: ShardedModule | None = sharded
         self._optimizer = optimizer
         self._status = status
-        ended = weakref.WeakMethod(self._backward_ended)  # weak, as we hold the reducer
-        sharded.reducer.on_flush.append(lambda: call() if (call := ended()) is not None else None)
+        sharded.reducer.on_flush.append(while_alive(self._backward_ended))  # weak, as we hold the reducer
         self.rounds_of_ranks: Rounds | None = None
         if not config.managed_gradient_accumulation:
             parts = sharded.units, sharded.meshes.peers, sharded.prefetcher, sharded.reducer

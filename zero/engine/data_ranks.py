@@ -86,7 +86,7 @@ def data_ranks(
     layers_are_cut: bool = False,
     layered: Mapping[str, int] = MappingProxyType({}),
 ) -> DataRanks:
-    """What the arguments of one call say; collective where a mesh needs a process group of its own.
+    """The ranks that the arguments of one call say; collective where a mesh needs a process group of its own.
 
     layers_are_cut: some parameter is known as a part of a larger one, so that the ranks of `mpu` that share layers are
     taken into the grid, as where layers are to be cut; else each works with the ranks of its data-parallel group only.

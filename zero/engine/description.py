@@ -163,7 +163,7 @@ def log_start(engine: Any) -> None:
     kept = f", masters as {formats.master}" if dtype != "fp32" else ""
     kept += f", moments in {formats.moments}" if formats.moments != "fp32" else ""
     rest = f"{engine._recorder.state_nbytes().total / MIB:.1f} MiB of model state per rank at rest"
-    if optimizer is not None and not optimizer.shard_optimizer.sized:
+    if optimizer is not None and not optimizer.states.sized:
         rest += ", and on top what the optimizer makes in its first step"
     grid, ranks = sharded.meshes.grid, counted(sharded.world.size, "rank")
     of_rank = " of this rank" if max(map(grid.size, ("pp", "tp", "ep"))) > 1 else ""  # others have other parts

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from zero.config import Config
 from zero.core.released import UNCLIPPED
 from zero.core.sharded_module import ShardedModule
+from zero.core.weak import while_alive
 from zero.core.world import Axis
 from zero.data import Loader
 from zero.data.loader import make_loader
@@ -237,8 +238,7 @@ class Engine(DeepSpeedGetters, nn.Module):
     def _follow(self, loader: L, route: str = "train") -> L:
         """Let the engine know the batches of a loader, if there is one, and the ends of its passes."""
         if loader is not None and route == "train":
-            ended = weakref.WeakMethod(self._accumulation.pass_ended)
-            loader.on_end = lambda: (ended() or bool)()
+            loader.on_end = while_alive(self._accumulation.pass_ended)
         return self._metrics.follow(loader)
 
     def check(

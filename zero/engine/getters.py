@@ -173,7 +173,7 @@ class DeepSpeedGetters:
 
     def optimizer_name(self) -> str | None:
         """The optimizer's type in the configuration, or its class where torch or the script has one; or None."""
-        kind = getattr(getattr(self.optimizer, "shard_optimizer", None), "_kind", None)
+        kind = getattr(getattr(self.optimizer, "shard_optimizer", None), "kind", None)
         return kind.__name__ if kind is not None else _key("optimizer.type")(self)
 
     def get_lr(self) -> list[float]:

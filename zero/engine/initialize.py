@@ -318,7 +318,7 @@ def _wrap(
     numerics = MixedPrecisionPolicy(
         settings.compute_dtype,
         settings.gradient_accumulation_steps if settings.managed_gradient_accumulation else UNKNOWN,
-        Formats() if shard_optimizer is None else shard_optimizer.formats,
+        Formats() if shard_optimizer is None else shard_optimizer.states.formats,
         accumulate=settings.data_types.grad_accum_dtype or "fp32",
         communicate=settings.communication_data_type,
         buffers=settings.data_types.buffer_dtype,
@@ -405,7 +405,7 @@ def _make_optimizer(
     else:
         shard_optimizer = shard_optimizer_of(client, settings.zero_allow_untested_optimizer, settings.compute_dtype)
         client._opt_called = True  # its step() never runs, ours does; a scheduler bound to it would warn of that
-    if settings.zero_optimization.offload_optimizer.device == "nvme" and not shard_optimizer.foreseen:
+    if settings.zero_optimization.offload_optimizer.device == "nvme" and not shard_optimizer.states.foreseen:
         raise ValueError(
             "zero_optimization.offload_optimizer.device: got 'nvme' with an optimizer class of torch or of the script, "
             "whose state is not known before its first step; name Adam, AdamW, Lion, SGD or Adagrad in the section "

@@ -18,7 +18,7 @@ L = TypeVar("L", Loader, None)
 
 
 class Metrics:
-    """What `axis`, the data-parallel ranks, have measured. All methods but `follow` are collectives.
+    """Measurements of `axis`, the data-parallel ranks. All methods but `follow` are collectives.
 
     device: of the messages.
     """
@@ -144,7 +144,7 @@ def print_on_first(engine: Any, *values: Any, **how: Any) -> None:
 
 
 def _counts(index: int, told: list[list[Any]]) -> list[int]:
-    """How many samples each rank has of leaf `index`, of which each has `told` [dtype, shape]."""
+    """The number of samples that each rank has of leaf `index`, of which each has `told` [dtype, shape]."""
     of_ranks = [found[index] for found in told]
     if any(not shape for _, shape in of_ranks):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What surrounds a forward and a loss in 16 bits: inputs that are cast, torch.autocast on or off, the loss scale."""
+"""Forward and loss in 16 bits: inputs that are cast, torch.autocast on or off, the loss scale."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MIXED = re.compile(r"dtype|scalar type|should be the same|[Pp]romot")  # of tor
 
 
 class Precision:
-    """How the engine calls its module: `fp16.auto_cast` and `torch_autocast` of the JSON.
+    """The context of the module's forward: `fp16.auto_cast` and `torch_autocast` of the JSON.
 
     Without `torch_autocast` the dtypes are those of the module, so an autocast of the caller is switched off inside.
     """
@@ -34,7 +34,7 @@ class Precision:
         self._computes = config.compute_dtype
 
     def mixed(self, error: BaseException, module: nn.Module) -> str | None:
-        """What to do about an error of torch that two dtypes met, where the module has buffers of another; or None."""
+        """Advice for an error of torch that two dtypes met, where the module has buffers of another; or None."""
         if self._computes == "fp32" or type(error) is not RuntimeError or not _MIXED.search(str(error)):
             return None
         others = {name: buffer.dtype for name, buffer in module.named_buffers() if buffer.is_floating_point()}

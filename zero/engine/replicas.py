@@ -1,4 +1,4 @@
-"""Whether what the ranks hold in common is still the same on all of them, bit by bit.
+"""Compares the values that several ranks hold, bit by bit.
 
 Compared are: parameters that are not resharded; where nothing is cut (stage 0), masters and moments too; the module's
 buffers; hyperparameters and the loss scale. What is cut is compared between replicas of it (HSDP), unit by unit. What
@@ -187,7 +187,7 @@ class Replicas:
             return
         if unit.shard.master.rounding is not None:
             yield "the master", unit.shard.window, unit.shard.master.tensor
-        yield from self._optimizer.shard_optimizer.tensors(unit)
+        yield from self._optimizer.states.tensors(unit)
 
     def _of_buffers(self) -> LabelledHashes:
         left_out = self._own_buffers or set()
@@ -221,7 +221,7 @@ def _hashes(inside: Sequence[Fragment], held: Span, tensor: torch.Tensor) -> tor
 
 
 def _parties(values: Sequence[int], ranks: Sequence[int]) -> str:
-    """Who is alone with what it holds, in words."""
+    """The ranks that are alone with their values, in words."""
     holders: dict[int, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)

@@ -96,7 +96,7 @@ class StateOffload:
             _bytes(storage).copy_(host, non_blocking=non_blocking)
         for unit in self._sharded.units:
             if unit.state is State.AWAY:
-                unit.reload()
+                unit.buffer.reload()
         self._optimizer.away = False
 
     def _storages(self, names: Collection[str]) -> Iterator[torch.UntypedStorage]:
@@ -114,7 +114,7 @@ class StateOffload:
             if "hp_params" in names and master is not unit.shard.values:
                 yield master.untyped_storage()
             if "optim_states" in names:
-                yield from (tensor.untyped_storage() for _, _, tensor in self._optimizer.shard_optimizer.tensors(unit))
+                yield from (tensor.untyped_storage() for _, _, tensor in self._optimizer.states.tensors(unit))
             if "contiguous_grad_buffer" in names:
                 unit.gradients.forget_memory()
             if "lp_grads" in names:

@@ -1,4 +1,4 @@
-"""How far an engine is, and whether it may go on: it may be half updated, half loaded, offloaded or destroyed."""
+"""Counters of an engine, and whether it may go on: it may be half updated, half loaded, offloaded or destroyed."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ backward    the loss is scaled; hooks gather the parameters again; gradients are
 step        before the boundary the micro-batch is counted, and that is all; at the boundary:
             1. the replicas are compared, every `zero.check_replicas` steps
             2. the optimizer: what was not reduced yet, the global norm, overflow, clipping, the update of each
-               unit, the gather of parameters that stay gathered, the loss scale
+               unit, the gather of parameters that stay gathered, which may still run, the loss scale
                or nothing of it but the norm, where the alarm says so
             3. the counters, the profiles
             4. what came of it (`TrainingStep._conclude`): the ranks' reports, which came with the norm: losses that are
@@ -20,7 +20,6 @@ call of `step`, and so before the next update: rates and loss scales are those o
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import inspect
@@ -38,6 +37,7 @@ from zero.core.access import GatheredParameters
 from zero.core.hooks import as_forward
 from zero.core.micro_batches import Weighing, Weight
 from zero.core.sharded_module import ShardedModule
+from zero.core.weak import before_exit, while_alive
 from zero.engine.accumulation import Accumulation
 from zero.engine.alarm import Alarms
 from zero.engine.checkpoint.save import CheckpointSaver
@@ -107,7 +107,7 @@ class TrainingStep:
         if forms.sharing is not None:
             sharded.reducer.on_flush.append(forms.sharing.ended)
         if optimizer is not None:
-            _conclude_at_exit(self)
+            before_exit(self, while_alive(self.conclude))  # a program may ask for nothing more
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model.
@@ -228,11 +228,11 @@ class TrainingStep:
         return self.scaled(loss, 1, weight)
 
     def weight_of(self, tokens: float | torch.Tensor | None) -> Weight:
-        """What a micro-batch of a schedule weighs, whose loss is the mean over `tokens`."""
+        """The weight of a micro-batch of a schedule, whose loss is the mean over `tokens`."""
         return self._weighing.weight(tokens, "mean", False)
 
     def scaled(self, loss: torch.Tensor, times: float, weight: Weight) -> torch.Tensor:
-        """What the backward of a micro-batch begins with: see `scaled`."""
+        """The scaled loss of a micro-batch: see `scaled`."""
         reducer = self._sharded.reducer
         if not reducer.weights.needed:
             return scaled(loss, times, reducer)
@@ -288,7 +288,7 @@ class TrainingStep:
             self._accumulation.warn_of_no_step()
 
     def log_comms_summary(self, by_unit: bool = False) -> dict[str, Traffic]:
-        """What this rank has sent so far, by operation or by unit; rank 0 prints it, too.
+        """The messages that this rank has sent so far, by operation or by unit; rank 0 prints it, too.
 
         Raises RuntimeError without `comms_logger.enabled` in the JSON.
         """
@@ -332,7 +332,7 @@ class TrainingStep:
 
     def _begins_first(self) -> bool:
         """Begin the micro-batch of a forward, so that idle ranks follow; whether no rank has run a backward yet."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._sharded.prefetcher.on_forward is not None:
             self._sharded.prefetcher.on_forward()
         return not self._sharded.reducer.rounds
 
@@ -392,19 +392,6 @@ class TrainingStep:
         self.recorder.clear()
         if self.forms.sharing is not None:
             self.forms.sharing.ended()
-
-
-def _conclude_at_exit(training: TrainingStep) -> None:
-    """At the end of a program that asks for nothing more, report its last step."""
-    this = weakref.ref(training)
-
-    def conclude() -> None:
-        left = this()
-        if left is not None and getattr(sys, "last_value", None) is None:
-            left.conclude()
-
-    atexit.register(conclude)
-    weakref.finalize(training, atexit.unregister, conclude).atexit = False
 
 
 def _knows_synced_gpus(module: nn.Module, generate: Callable[..., Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What of the weights has changed since a step: exactly those values, for a copy of the model in another program."""
+"""The weights that changed since a given step: exactly those values, for a copy of the model in another program."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WeightUpdates:
             self._begin()
 
     def weight_updates(self, since: int | None = None, *, rank0_only: bool = False) -> Iterator[WeightUpdate]:
-        """Yield what has changed since step `since`, unit by unit: just what makes the weights of then those of now.
+        """Yield the weights that changed since step `since`, unit by unit: those alone make the weights of then new.
 
         since: `engine.global_steps` at an earlier call, of which the last four are known, or, with `zero.track_updates`
                in the JSON, at the start; None: all weights. The first call begins to mark what changes, a bit for each
@@ -74,7 +74,7 @@ class WeightUpdates:
         del self._kept[:-_KEPT]
 
     def _agreed(self, asked: list[list[Changes]], since: int | None) -> dict[str, int]:
-        """What each unit has to give, over all ranks; RuntimeError where they ask for different things."""
+        """The code of each unit, over all ranks; RuntimeError where they ask for different things."""
         own = {}
         for unit in self._sharded.units:
             of_unit = [changes[unit.index] for changes in asked]
@@ -113,7 +113,7 @@ class WeightUpdates:
 
 
 def _key(unit: Unit) -> str:
-    """What all ranks know a unit by."""
+    """The name of a unit that all ranks know."""
     return unit.plan.params[0].name
 
 
@@ -138,7 +138,7 @@ def _marks(unit: Unit, parts: list[torch.Tensor | None]) -> torch.Tensor:
 
 
 def _difference(name: str, tensor: torch.Tensor, marks: torch.Tensor) -> WeightUpdate | None:
-    """What is marked of a tensor, copied, in the fewest bytes; None where nothing is."""
+    """The marked values of a tensor, copied, in the fewest bytes; None where nothing is."""
     indices = unpack(marks, tensor.numel()).nonzero().view(-1)
     changed = len(indices)
     if not changed:

@@ -50,7 +50,7 @@ class Unmatched(NamedTuple):
 class Weights:
     """State dictionaries of the module, on every stage. All methods are collectives.
 
-    updates: what has changed of the weights.
+    updates: the weights that changed since a given step.
     """
 
     def __init__(self, config: Config, sharded: ShardedModule, status: Status, device: torch.device) -> None:
@@ -244,9 +244,7 @@ class Weights:
         state = self.consolidated_16bit_state_dict(exclude_frozen_parameters)
         return None if state is None else _problem(lambda: _write(state, path))
 
-    def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
-        """`save_16bit_model` by its older name."""
-        return self.save_16bit_model(save_dir, save_filename)
+    save_fp16_model = save_16bit_model  # DeepSpeed's older name
 
     def zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """As `consolidated_16bit_state_dict`, where parameters are resharded; ValueError elsewhere."""
@@ -280,7 +278,10 @@ class Weights:
     def _named_state(self, exclude_frozen_parameters: bool, prefix: str = "") -> dict[str, Any]:
         """The module's own tensors by the names of its state_dict, cut or not."""
         names = self._sharded.module.state_dict(prefix=prefix, keep_vars=True)
-        return {name: value for name, value in names.items() if not (exclude_frozen_parameters and _is_frozen(value))}
+        if not exclude_frozen_parameters:
+            return names
+        frozen = {name for name, value in names.items() if isinstance(value, nn.Parameter) and not value.requires_grad}
+        return {name: value for name, value in names.items() if name not in frozen}
 
     def empty_partition_cache(self) -> None:
         """Release every parameter that is whole only for now, and give unused memory of a GPU back."""
@@ -305,12 +306,8 @@ class Weights:
         agree(None if problem is None else kind(problem), self._sharded.world, raises=(kind,))
 
 
-def _is_frozen(value: Any) -> bool:
-    return isinstance(value, nn.Parameter) and not value.requires_grad
-
-
 def _problem(work: Callable[[], Any]) -> str | None:
-    """What went wrong, if anything."""
+    """The error of `work`, as text; None without one."""
     try:
         work()
     except Exception as error:

@@ -102,11 +102,9 @@ class FileStore(PassingStore):
 
     @property
     def place(self) -> torch.Tensor:
-        """See `Store.place`."""
         return self.buffer.memory
 
     def fetch(self) -> bool:
-        """See `Store.fetch`."""
         pool = self._pool
         with pool.checked_lock():
             pool.check()
@@ -125,7 +123,6 @@ class FileStore(PassingStore):
                 self._pool.lock.notify_all()
 
     def acquire(self, overwrite: bool = False) -> None:
-        """See `Store.acquire`."""
         pool = self._pool
         with pool.checked_lock():
             pool.check()
@@ -150,7 +147,6 @@ class FileStore(PassingStore):
                 self.attach()
 
     def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
-        """See `Store.write_back`."""
         pool = self._pool
         with pool.lock:
             buffer = self.buffer

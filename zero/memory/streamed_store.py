@@ -91,7 +91,6 @@ class StreamedStore(PassingStore):
 
     @property
     def place(self) -> torch.Tensor:
-        """See `Store.place`."""
         return self._slot.memory
 
     def fetch(self) -> bool:
@@ -113,7 +112,6 @@ class StreamedStore(PassingStore):
                 self._slots.give(slot)
 
     def cancel_fetch(self) -> None:
-        """See `Store.cancel_fetch`."""
         self._backing.cancel_fetch()
 
     def acquire(self, overwrite: bool = False) -> None:
@@ -155,7 +153,6 @@ class StreamedStore(PassingStore):
             self._backing.write_back(changed, self._last)
 
     def close(self) -> None:
-        """See `Store.close`."""
         if self._last is not None:
             self._last.synchronize()  # host memory may be freed at any time after this
         super().close()

@@ -112,10 +112,16 @@ class Streams(NamedTuple):
         return cls(*(SideStream(device) for _ in cls._fields))
 
 
+def current_stream(device: torch.device) -> Any | None:
+    """The stream of `device` that this thread queues work on; None without a GPU."""
+    of = streams_of(device)
+    return None if of is None else of.current_stream(device)
+
+
 def record_event(device: torch.device) -> torch.cuda.Event | None:
     """An event after all work that the current stream of `device` has queued; None without a GPU."""
-    of = streams_of(device)
-    return None if of is None else of.current_stream(device).record_event()
+    stream = current_stream(device)
+    return None if stream is None else stream.record_event()
 
 
 def wait_event(event: torch.cuda.Event | None, device: torch.device) -> None:

@@ -23,7 +23,8 @@ from zero.core.unit import Unit
 from zero.core.world import World, local_device
 from zero.kernels.formulas import Adam
 from zero.kernels.moments import Moment
-from zero.optim.fused import FusedShardOptimizer, States
+from zero.optim.fused import FusedShardOptimizer
+from zero.optim.fused_states import States
 from zero.optim.shard_optimizer import Group, Update
 from zero.plan.formats import Run
 
@@ -70,7 +71,7 @@ class LambShardOptimizer(FusedShardOptimizer):
         if group["bias_correction"]:
             lr *= math.sqrt(1 - formula.beta2**states.steps) / (1 - formula.beta1**states.steps)
         for part in unit.plan.layout.fragments(unit.shard.window):
-            moments = tuple(kept.moment for kept in self.kept(unit, group, part).values())
+            moments = tuple(kept.moment for kept in self.states.kept(unit, group, part).values())
             run = Run(part.at, moments[0].numel, moments[0].format)
             yield replace(formula, lr=lr * ratios[part.name]), run, moments
 
@@ -84,7 +85,7 @@ class LambShardOptimizer(FusedShardOptimizer):
             for part in unit.plan.layout.fragments(unit.span):
                 for start in range(0, part.numel, CHUNK):
                     at, numel = first + part.at + start, min(CHUNK, part.numel - start)
-                    kept = self.kept(unit, group, part._replace(at=at, numel=numel)).values()
+                    kept = self.states.kept(unit, group, part._replace(at=at, numel=numel)).values()
                     mean, square = (each.moment.decode(each.signed)[:numel].double() for each in kept)
                     grad = update.grad[at : at + numel].to(device, torch.float64) * update.factor
                     weight = unit.shard.master.values(at, numel).double()

@@ -23,12 +23,14 @@ from zero.core.mesh import Mesh
 from zero.core.torch_private import muon_learning_rate, torch_newton_schulz
 from zero.core.unit import Unit
 from zero.core.world import Axis, World
-from zero.kernels.formulas import formats_of
+from zero.kernels.formulas import Formula, formats_of
 from zero.kernels.moments import random_bits
 from zero.kernels.newton_schulz import newton_schulz
 from zero.optim.fused import FusedShardOptimizer
+from zero.optim.fused_states import FusedStates
 from zero.optim.shard_optimizer import Group, Rows, Update
 from zero.plan.cut import Cut, whole
+from zero.plan.formats import Formats
 from zero.plan.grid import UnitAxes
 from zero.plan.layout import Fragment
 from zero.plan.matrices import Matrix, SharedMatrix, owners, pieces, shared_matrices
@@ -39,6 +41,56 @@ Views = Sequence[Sequence[torch.Tensor]]  # by rank
 # Elements of the units in one message: enough to give each rank a share, and little memory beside the model.
 TOGETHER = 1 << 28
 ROWS_EPS = 1e-10  # added to roots and norms that NorMuon divides by
+
+
+class MatrixStates(FusedStates):
+    """The moments, and of NorMuon the means of squares of rows.
+
+    split: patterns of parameters that are several matrices; see `MuonParams`;
+    by_matrix: these means, fp32 [rows], by names of matrices;
+    loaded: whether all ranks have all of them, until the next step; else only the ranks that use them.
+    """
+
+    def __init__(self, formula: Callable[[Group], Formula], formats: Formats, split: Sequence[str]) -> None:
+        super().__init__(formula, formats)
+        self.by_matrix: dict[str, torch.Tensor] = {}
+        self.loaded = False
+        self._split = split
+        self._known: dict[int, list[SharedMatrix]] = {}  # by unit
+
+    def rows(self, unit: Unit, group: Group, load: bool = False) -> Iterator[Rows]:
+        if not uses_muon(group) or group.get("beta2") is None:
+            return
+        self.loaded, mesh = self.loaded or load, unit.mesh
+        mine = mesh.counts and mesh.replica.rank == 0 and (mesh.shard.rank == 0 or not self.loaded)
+        for each in (each for each in self.matrices(unit) if each.spans):
+            matrix, first = each.matrix, mesh.beside.rank == next(iter(each.boxes))
+            if load:
+                self.by_matrix[matrix.name] = torch.zeros(matrix.rows, device=unit.buffer.full.device)
+            if load or (mine and matrix.name in self.by_matrix and (first or not self.loaded)):
+                yield Rows(each.param, matrix.start // matrix.cols, each.rows, self.by_matrix[matrix.name])
+
+    def nbytes(self, unit: Unit, group: Group) -> int:
+        means = (self.by_matrix.get(each.matrix.name) for each in self.matrices(unit)) if uses_muon(group) else ()
+        return super().nbytes(unit, group) + sum(each.nbytes for each in means if each is not None)
+
+    def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
+        super().restart(unit, group, part)
+        for each in self.matrices(unit) if uses_muon(group) else ():
+            self.by_matrix.pop(each.matrix.name, None)
+
+    def matrices(self, unit: Unit) -> list[SharedMatrix]:
+        """The matrices of a unit's parameters; of one that is cut also those of which only others have parts."""
+        if unit.index not in self._known:
+            found = self._known[unit.index] = []
+            for spec, param in zip(unit.plan.params, unit.params, strict=True):
+                if not spec.full_numel:
+                    continue
+                cut, rank = spec.cut or Cut(tuple(param.shape), (whole(param.shape),)), unit.mesh.beside.rank
+                boxes = dict(enumerate(cut.every)) or {rank: cut.boxes}
+                start = unit.plan.layout.spans[spec.name].start
+                found += shared_matrices(spec.name, cut.shape, self._split, boxes, rank, start)
+        return self._known[unit.index]
 
 
 class MatrixShardOptimizer(FusedShardOptimizer):
@@ -52,12 +104,9 @@ class MatrixShardOptimizer(FusedShardOptimizer):
     def __init__(self, params: MuonParams, compute_dtype: str, groups: Sequence[Group]) -> None:
         super().__init__("muon", params, compute_dtype)
         self.defaults = {"lr": params.lr, "weight_decay": params.weight_decay}
-        self.formats = formats_of("muon", params, compute_dtype, groups)
-        self._split, self._one_by_one = params.split, params.ns_method == "standard"
+        self.states = MatrixStates(self._formula, formats_of("muon", params, compute_dtype, groups), params.split)
+        self._one_by_one = params.ns_method == "standard"
         self._directions: dict[int, torch.Tensor] = {}  # bf16 [n], of units not yet updated in this step
-        self._rows: dict[str, torch.Tensor] = {}  # NorMuon's means of squares, fp32 [rows], by names of matrices
-        self._known: dict[int, list[SharedMatrix]] = {}  # by unit
-        self._loaded = False  # whether all ranks have all rows, until the next step; else only the ranks that use them
 
     @torch.no_grad()
     def prepare(self, updates: Sequence[Update], world: World) -> None:
@@ -72,7 +121,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
                 self._orthogonalize(together.pop(axes))
         for work in together.values():
             self._orthogonalize(work)
-        self._loaded = False
+        self.states.loaded = False
 
     def update(
         self, unit: Unit, grad: torch.Tensor, group: Group, factor: float | torch.Tensor, threads: int | None = None
@@ -81,13 +130,13 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         if not uses_muon(group):
             super().update(unit, grad, group, factor, threads)
             return
-        states = self.states(unit, group)
-        self._states[unit.index] = states._replace(steps=states.steps + 1)
+        self.states.begin(unit, group)
+        self.states.count(unit, 1)
         direction, lr = self._directions.pop(unit.index), float(group["lr"])
         if unit.shard.placement.streamed:  # the update runs on another stream than the one that made the direction
             unit.shard.placement.streams.up.record_stream(direction)
         with undone_where_nan(factor, {unit.shard.master.shard, unit.shard.master.tensor}):
-            for each in self._matrices(unit):
+            for each in self.states.matrices(unit):
                 step = muon_learning_rate(lr, group["adjust_lr_fn"], (each.matrix.rows, each.matrix.cols))
                 for span in each.spans:
                     start, numel = span.intersect(unit.shard.window)  # may be empty
@@ -99,7 +148,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         """Compute the directions of some units, with their matrices divided among the ranks."""
         first = work[0].unit
         shards = [self._look_ahead(each) for each in work]
-        matrices = [(number, each) for number, update in enumerate(work) for each in self._matrices(update.unit)]
+        matrices = [(number, each) for number, update in enumerate(work) for each in self.states.matrices(update.unit)]
 
         def orthogonal(whole: Matrices) -> Matrices:
             groups = {index: work[matrices[index][0]].group for index in whole}
@@ -110,7 +159,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
                     found[index] = self._normalized(matrix, found[index], group["beta2"], work[0].factor)
             for index, (_, each) in enumerate(matrices):
                 if index not in whole:
-                    self._rows.pop(each.matrix.name, None)
+                    self.states.by_matrix.pop(each.matrix.name, None)
             return found
 
         replace_matrices(shards, matrices, first.mesh, first.buffer.full.device, orthogonal)
@@ -123,44 +172,20 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         Z. Li et al., "NorMuon", 2025 (arXiv:2510.05491), algorithm 1, as its authors' code has it.
         """
         values = update.float()
-        rows = self._rows.setdefault(matrix.name, values.new_zeros(matrix.rows))
+        rows = self.states.by_matrix.setdefault(matrix.name, values.new_zeros(matrix.rows))
         with undone_where_nan(factor, [rows]):
             rows.lerp_(values.square().mean(1), 1 - decay)
         scaled = values / (rows.sqrt() + ROWS_EPS)[:, None]
         return scaled * (values.norm() / (scaled.norm() + ROWS_EPS))
-
-    def rows(self, unit: Unit, group: Group, load: bool = False) -> Iterator[Rows]:
-        """See `ShardOptimizer.rows`."""
-        if not uses_muon(group) or group.get("beta2") is None:
-            return
-        self._loaded, mesh = self._loaded or load, unit.mesh
-        mine = mesh.counts and mesh.replica.rank == 0 and (mesh.shard.rank == 0 or not self._loaded)
-        for each in (each for each in self._matrices(unit) if each.spans):
-            matrix, first = each.matrix, mesh.beside.rank == next(iter(each.boxes))
-            if load:
-                self._rows[matrix.name] = torch.zeros(matrix.rows, device=unit.buffer.full.device)
-            if load or (mine and matrix.name in self._rows and (first or not self._loaded)):
-                yield Rows(each.param, matrix.start // matrix.cols, each.rows, self._rows[matrix.name])
-
-    def nbytes(self, unit: Unit, group: Group) -> int:
-        """See `ShardOptimizer.nbytes`."""
-        means = (self._rows.get(each.matrix.name) for each in self._matrices(unit)) if uses_muon(group) else ()
-        return super().nbytes(unit, group) + sum(each.nbytes for each in means if each is not None)
-
-    def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
-        """See `ShardOptimizer.restart`."""
-        super().restart(unit, group, part)
-        for each in self._matrices(unit) if uses_muon(group) else ():
-            self._rows.pop(each.matrix.name, None)
 
     def _look_ahead(self, update: Update) -> torch.Tensor:
         """Update the momentum of a unit's shard, and return the values to orthogonalise, bf16 [n]."""
         unit, group = update.unit, update.group
         placement, decay = unit.shard.placement, float(group["momentum"])
         with unit.shard.acquired(changed=True):
-            states = self.states(unit, group)
+            states = self.states.of(unit, group)
             ahead = torch.empty(unit.shard.window.numel, dtype=torch.bfloat16, device=placement.update_device)
-            with undone_where_nan(update.factor, [tensor for _, _, tensor in self.tensors(unit)]):
+            with undone_where_nan(update.factor, [tensor for _, _, tensor in self.states.tensors(unit)]):
                 for run, (moment,) in states.runs:
                     part = slice(run.start, run.start + run.numel)
                     grad = update.grad[part].to(placement.update_device, torch.float32) * update.factor
@@ -171,19 +196,6 @@ class MatrixShardOptimizer(FusedShardOptimizer):
                         bits = random_bits(run.numel, step=states.steps + 1, **where)
                         moment.write(mean, True, bits & 0xFFFF)
         return ahead
-
-    def _matrices(self, unit: Unit) -> list[SharedMatrix]:
-        """The matrices of a unit's parameters; of one that is cut also those of which only others have parts."""
-        if unit.index not in self._known:
-            found = self._known[unit.index] = []
-            for spec, param in zip(unit.plan.params, unit.params, strict=True):
-                if not spec.full_numel:
-                    continue
-                cut, rank = spec.cut or Cut(tuple(param.shape), (whole(param.shape),)), unit.mesh.beside.rank
-                boxes = dict(enumerate(cut.every)) or {rank: cut.boxes}
-                start = unit.plan.layout.spans[spec.name].start
-                found += shared_matrices(spec.name, cut.shape, self._split, boxes, rank, start)
-        return self._known[unit.index]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Which parameters Muon updates, and which AdamW: a parameter group for each, and a log line."""
+"""The parameters that Muon updates, and those of AdamW: a parameter group for each, and a log line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _not_hidden(model: nn.Module, has_head: bool) -> set[nn.Parameter]:
 
 
 def rules_line(groups: Iterable[Group], names: Mapping[nn.Parameter, str]) -> str:
-    """Which parameters each rule updates, by name, equal ones of all blocks as one; empty if there is one rule."""
+    """The parameters that each rule updates, by name, equal ones of all blocks as one; empty if there is one rule."""
     updated: dict[bool, list[str]] = {True: [], False: []}
     for group in groups:
         if "use_muon" not in group:

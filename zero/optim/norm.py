@@ -73,7 +73,7 @@ class Norm(NamedTuple):
 
     @property
     def count(self) -> torch.Tensor:
-        """What all ranks report as their `count`, fp64 []."""
+        """The sum of all ranks' `count`, fp64 []."""
         return self.rows[:, 2 + RankReport._fields.index("count")].sum()
 
 

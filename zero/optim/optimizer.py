@@ -15,6 +15,7 @@ from zero.core.agree import agree
 from zero.core.finite import ALL_FINITE
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
+from zero.core.weak import while_alive
 from zero.deepspeed_names import instead
 from zero.kernels import cuda
 from zero.log import rank_zero
@@ -47,6 +48,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     the outcome when it is asked for, or at the next step (`conclude`).
 
     average: the factor from sums of gradients to the averaged, unscaled ones of the last step; None if it was skipped.
+    states: what `shard_optimizer` keeps of each unit.
     whole_step: the engine's `step()`, which `step()` here calls; set by the engine. client: the optimizer that the
     script passed, whose own `step()` raises as long as the engine exists.
     """
@@ -60,7 +62,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         loss_scaler: LossScaler | None = None,
         client: torch.optim.Optimizer | None = None,
     ) -> None:
-        self.shard_optimizer = shard_optimizer
+        self.shard_optimizer, self.states = shard_optimizer, shard_optimizer.states
         self.loss_scaler = loss_scaler or LossScaler()
         self.clipping = clipping
         self._check_overflow = check_overflow
@@ -94,8 +96,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._updater is None:
             self._updater = UnitUpdater(self.shard_optimizer, sharded, self.param_groups)
             self._deferring = all(agree(self._could_defer, sharded.world))
-        ahead = weakref.WeakMethod(self._updater.bring_ahead)
-        sharded.reducer.on_last = lambda: (ahead() or bool)()
+        sharded.reducer.on_last = while_alive(self._updater.bring_ahead)
         sharded.reducer.finite.enabled = self._check_overflow and not self._deferring
 
     @property
@@ -114,7 +115,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def host_threads(self) -> int:
-        """How many threads the host's updates use; 0 if the host updates nothing."""
+        """The number of threads of the host's updates; 0 if the host updates nothing."""
         return self._updater.threads if self._updater is not None else 0
 
     def settle(self) -> None:
@@ -168,7 +169,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def weight_unit(self) -> float:
-        """What the weights of the next losses are divided by; see `LossScaler.weigh`."""
+        """The divisor of the weights of the next losses; see `LossScaler.weigh`."""
         if self.loss_scaler.unit is not None:
             self.conclude()
         return self.loss_scaler.unit or 1.0
@@ -261,7 +262,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.finish()
         self._sharded = self._updater = self.whole_step = self._pending = self._then = None
         if wait:
-            self.shard_optimizer.forget()
+            self.states.forget()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """The same as `engine.step()`, for training loops that call the optimizer."""
@@ -361,7 +362,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Bytes of optimizer state on this rank's device, without masters; `offload.host` counts the others."""
         trained = self._sharded.trained if self._sharded is not None else []
         here = [unit for unit in trained if not unit.shard.placement.state_offloaded]
-        return sum(self.shard_optimizer.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
+        return sum(self.states.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
 
     @property
     def _could_defer(self) -> bool:
@@ -387,7 +388,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _repeats(self) -> int:
-        """How many ranks have the same micro-batches, and gradients that are not added up."""
+        """The number of ranks that have the same micro-batches, and gradients that are not added up."""
         return self._sharded.world.size // self._sharded.meshes.sizes[1]
 
     def _take(self, numbers: Numbers) -> None:

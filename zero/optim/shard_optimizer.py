@@ -26,39 +26,15 @@ class Update(NamedTuple):
     publish: bool = False  # send the new parameters to the other ranks as soon as they are computed
 
 
-class ShardOptimizer(Protocol):
-    """Updates the shard of one unit with one parameter group's hyperparameters."""
+class ShardStates(Protocol):
+    """The optimizer's state of the shards of units, to be read, written, saved and moved."""
 
-    defaults: dict[str, Any]
     formats: Formats
-    factor_on_device: bool  # `update` on a GPU reads its factor there, and changes nothing if that is NaN
-    marks_changes: bool = False  # `update` marks changed elements in `unit.shard.changes`; else its caller compares
     foreseen: bool  # size and layout of the state are known before the first step, as files require
     sized: bool = True  # `nbytes` counts the state before the first step, too
 
-    def check(self, group: Group) -> None:
-        """Raise ValueError for hyperparameters that no step can use, if that is known before; by default never."""
-
     def begin(self, unit: Unit, group: Group) -> None:
         """Make the state of the unit, if it is `foreseen`, so that it is in its place before the first step."""
-
-    def prepare(self, updates: Sequence[Update], world: World) -> None:
-        """Prepare a step for its `updates`, those of all units in order, on all ranks of the `world`.
-
-        It runs on the training loop's thread, on all ranks alike, so it may use collectives.
-        """
-
-    def update(
-        self, unit: Unit, grad: torch.Tensor, group: Group, factor: float | torch.Tensor, threads: int | None = None
-    ) -> None:
-        """Apply one step with gradient = `factor` x `grad` [n]; writes master and its shard.
-
-        The state must be acquired. `factor`: a tensor, fp64 [], only with `factor_on_device`. `threads`: how many
-        compute it on a CPU; default torch's.
-        """
-
-    def take_back(self, units: Iterable[Unit]) -> None:
-        """Discount the last update of these units, because its factor was NaN; with `factor_on_device`."""
 
     def nbytes(self, unit: Unit, group: Group) -> int:
         """Bytes of the unit's optimizer state, without the master."""
@@ -103,6 +79,39 @@ class ShardOptimizer(Protocol):
 
     def forget(self) -> None:
         """Free all state."""
+
+
+class ShardOptimizer(Protocol):
+    """Updates the shard of one unit with one parameter group's hyperparameters.
+
+    states: what it keeps of each unit between steps.
+    """
+
+    defaults: dict[str, Any]
+    states: ShardStates
+    factor_on_device: bool  # `update` on a GPU reads its factor there, and changes nothing if that is NaN
+    marks_changes: bool = False  # `update` marks changed elements in `unit.shard.changes`; else its caller compares
+
+    def check(self, group: Group) -> None:
+        """Raise ValueError for hyperparameters that no step can use, if that is known before; by default never."""
+
+    def prepare(self, updates: Sequence[Update], world: World) -> None:
+        """Prepare a step for its `updates`, those of all units in order, on all ranks of the `world`.
+
+        It runs on the training loop's thread, on all ranks alike, so it may use collectives.
+        """
+
+    def update(
+        self, unit: Unit, grad: torch.Tensor, group: Group, factor: float | torch.Tensor, threads: int | None = None
+    ) -> None:
+        """Apply one step with gradient = `factor` x `grad` [n]; writes master and its shard.
+
+        The state must be acquired. `factor`: a tensor, fp64 [], only with `factor_on_device`. `threads`: how many
+        compute it on a CPU; default torch's.
+        """
+
+    def take_back(self, units: Iterable[Unit]) -> None:
+        """Discount the last update of these units, because its factor was NaN; with `factor_on_device`."""
 
 
 class Rows(NamedTuple):

@@ -11,7 +11,7 @@ from torch import nn
 
 from zero.core.unit import Unit
 from zero.kernels.moments import Moment
-from zero.optim.shard_optimizer import Group, Kept, ShardOptimizer
+from zero.optim.shard_optimizer import Group, Kept, ShardOptimizer, ShardStates
 from zero.plan.formats import Formats
 from zero.plan.layout import Fragment, Span
 
@@ -20,30 +20,41 @@ class TorchShardOptimizer(ShardOptimizer):
     """An optimizer class of `torch.optim` on fp32 shards: one instance per unit, with the unit's group.
 
     Such a class checks its arguments only at construction, and makes its state in the first step.
+
+    kind, params: the class, and the arguments of its constructor.
     """
 
     factor_on_device = False
-    foreseen = False
 
     def __init__(self, kind: type[torch.optim.Optimizer], params: dict[str, Any]) -> None:
-        self._kind = kind
-        self.sized = kind.__module__.split(".")[0] == "torch"
+        self.kind, self.params = kind, params
         # Constructed once on a temporary parameter, so that a bad argument fails here.
         self.defaults = dict(kind([nn.Parameter(torch.zeros(1))], **params).defaults)
-        self.formats = Formats()  # assumes as many states as Adam: the true number is known only after the first step
-        self._params = params
-        self._inner: dict[int, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
+        self.states = TorchStates(kind, params)
 
     def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
         """One step of the torch optimizer on the unit's shard, with torch's own threads; see `ShardOptimizer`."""
-        leaf, inner = self._instance(unit, group)
+        leaf, inner = self.states.instance(unit, group)
         leaf.grad = grad.to(leaf.dtype).mul_(factor)
         inner.step()
         leaf.grad = None
         unit.shard.master.publish()
 
+
+class TorchStates(ShardStates):
+    """The state of these instances."""
+
+    foreseen = False
+
+    def __init__(self, kind: type[torch.optim.Optimizer], params: dict[str, Any]) -> None:
+        self._kind = kind
+        self.sized = kind.__module__.split(".")[0] == "torch"
+        self.formats = Formats()  # assumes as many states as Adam: the true number is known only after the first step
+        self._params = params
+        self._inner: dict[int, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
+
     def nbytes(self, unit: Unit, group: Group) -> int:
-        """See `ShardOptimizer.nbytes`; of a class of torch's, before the first step, what the step will allocate."""
+        """See `ShardStates.nbytes`; of a class of torch's, before the first step, what the step will allocate."""
         if unit.index in self._inner or not self.sized:
             return sum(tensor.nbytes for _, _, tensor in self.tensors(unit))
         made, numel = self._trial(unit.shard.placement.update_device, group), unit.shard.master.tensor.numel()
@@ -51,7 +62,6 @@ class TorchShardOptimizer(ShardOptimizer):
         return sum(each.nbytes // 3 * numel if each.shape == (3,) else each.nbytes for each in tensors)
 
     def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
-        """See `ShardOptimizer.tensors`."""
         if unit.index in self._inner:
             leaf, inner = self._inner[unit.index]
             for name, value in inner.state[leaf].items():
@@ -59,29 +69,25 @@ class TorchShardOptimizer(ShardOptimizer):
                     yield name, Span(0, leaf.numel()), value
 
     def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """See `ShardOptimizer.keys`; from a step of the class on three temporary elements."""
+        """See `ShardStates.keys`; from a step of the class on three temporary elements."""
         state = self._trial(unit.shard.placement.update_device, group)
         wide = tuple(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == (3,))
         return wide, tuple(key for key in state if key not in wide)
 
     def _trial(self, device: torch.device, group: Group) -> dict[str, Any]:
         """The state of the class after a step on three temporary elements."""
-        leaf = nn.Parameter(torch.zeros(3, dtype=torch.float32, device=device))
+        leaf, trial = self._made(torch.zeros(3, device=device), group)
         leaf.grad = torch.zeros_like(leaf)
-        trial = self._kind([leaf], **self._params)
-        trial.param_groups[0].update(_hyperparameters(group))
         trial.step()
         return {key: value for key, value in trial.state[leaf].items() if value is not None}
 
     def number(self, unit: Unit, group: Group, key: str) -> float:
-        """See `ShardOptimizer.number`."""
         unit.shard.settle()
         value = self._state(unit, group).get(key, 0)
         value = value.item() if isinstance(value, torch.Tensor) else value
         return int(value) if key == "step" else value
 
     def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
-        """See `ShardOptimizer.set_number`."""
         unit.shard.settle()
         state = self._state(unit, group)
         if isinstance(state.get(key), torch.Tensor):
@@ -90,7 +96,6 @@ class TorchShardOptimizer(ShardOptimizer):
             state[key] = int(value) if key == "step" else value
 
     def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
-        """See `ShardOptimizer.read`."""
         unit.shard.settle()
         kept = self._state(unit, group).get(key)
         if kept is None:  # made in the first step, from zeros; making it now could change that step
@@ -98,7 +103,6 @@ class TorchShardOptimizer(ShardOptimizer):
         return kept.narrow(0, part.at, part.numel).to(torch.float32, copy=True)
 
     def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
-        """See `ShardOptimizer.write`."""
         unit.shard.settle()
         state = self._state(unit, group)
         if state.get(key) is None:
@@ -106,8 +110,7 @@ class TorchShardOptimizer(ShardOptimizer):
         state[key].narrow(0, part.at, part.numel).copy_(values)
 
     def kept(self, unit: Unit, group: Group, part: Fragment, make: Collection[str] = ()) -> dict[str, Kept]:
-        """See `ShardOptimizer.kept`."""
-        leaf, inner = self._instance(unit, group) if make else self._inner.get(unit.index, (None, None))
+        leaf, inner = self.instance(unit, group) if make else self._inner.get(unit.index, (None, None))
         state = inner.state[leaf] if inner is not None else {}
         if make and not state:
             state.update(self._first(unit.shard.master.tensor, group))
@@ -119,7 +122,6 @@ class TorchShardOptimizer(ShardOptimizer):
         return {key: Kept(Moment(value.narrow(0, part.at, part.numel)), True) for key, value in wide.items()}
 
     def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
-        """See `ShardOptimizer.restart`."""
         if part is None:
             self._inner.pop(unit.index, None)
             return
@@ -130,15 +132,19 @@ class TorchShardOptimizer(ShardOptimizer):
                 moment.values.copy_(value[:1].expand(part.numel)) if value is not None else moment.values.zero_()
 
     def forget(self) -> None:
-        """See `ShardOptimizer.forget`."""
         self._inner.clear()
 
-    def _instance(self, unit: Unit, group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    def instance(self, unit: Unit, group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:
         """The unit's optimizer and the parameter that it updates, with the current hyperparameters."""
         if unit.index not in self._inner:
-            leaf = nn.Parameter(unit.shard.master.tensor)
-            self._inner[unit.index] = (leaf, self._kind([leaf], **self._params))
+            self._inner[unit.index] = self._made(unit.shard.master.tensor, group)
         leaf, inner = self._inner[unit.index]
+        inner.param_groups[0].update(_hyperparameters(group))
+        return leaf, inner
+
+    def _made(self, values: torch.Tensor, group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        leaf = nn.Parameter(values)
+        inner = self._kind([leaf], **self._params)
         inner.param_groups[0].update(_hyperparameters(group))
         return leaf, inner
 
@@ -147,7 +153,7 @@ class TorchShardOptimizer(ShardOptimizer):
 
         Raises RuntimeError for a class that is not torch's and has no state yet.
         """
-        leaf, inner = self._instance(unit, group)
+        leaf, inner = self.instance(unit, group)
         if inner.state.get(leaf):
             return inner.state[leaf]
         begun = self._begun(leaf, inner)
@@ -168,10 +174,7 @@ class TorchShardOptimizer(ShardOptimizer):
 
     def _first(self, values: torch.Tensor, group: Group) -> dict[str, Any]:
         """The initial state for `values` [n]; zeros for the states of a class that is not torch's."""
-        leaf = nn.Parameter(values)
-        inner = self._kind([leaf], **self._params)
-        inner.param_groups[0].update(_hyperparameters(group))
-        begun = self._begun(leaf, inner)
+        begun = self._begun(*self._made(values, group))
         if begun is not None:
             return begun
         trial = self._trial(values.device, group)

@@ -8,11 +8,9 @@ preceding backward. The numbers are those of a step without overlap.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import os
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ import torch
 
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
+from zero.core.weak import before_exit
 from zero.kernels.marks import mark
 from zero.log import logger
 from zero.memory.available import host_threads
@@ -63,14 +62,16 @@ class UnitUpdater:
         self._next: list[Unit] = []  # units whose state is needed soon, in order
         self._submitted: list[Unit] = []  # in the last step
         self.threaded = any(unit.shard.placement.state_offloaded and not unit.shard.placement.queued for unit in units)
-        # They send beside the loop, perhaps when the program has destroyed the groups, which are to live for that.
-        axes = [axis for unit in units if self.threaded for axis in (unit.mesh.shard, unit.mesh.across)]
+        # They send behind a step, perhaps when the program has destroyed the groups, which are to live for that.
+        late = [unit for unit in units if self.threaded or unit.late.awaited or unit.persistent]
+        axes = [axis for unit in late for axis in (unit.mesh.shard, unit.mesh.across)]
         self._groups = [axis.group for axis in axes if axis is not None]
-        if self.threaded:
+        if self._groups:
             send_before_exit(units, self._groups)
+            _ALL.add(self)
         if any(unit.shard.placement.state_offloaded for unit in units):
             for unit in units:
-                optimizer.begin(unit, groups[unit.plan.group])
+                optimizer.states.begin(unit, groups[unit.plan.group])
 
     def run(self, groups: Sequence[Group], factor: float | torch.Tensor) -> None:
         """Update every unit once with `factor` x the reduced gradient, and send it to the ranks that keep it."""
@@ -95,7 +96,7 @@ class UnitUpdater:
         for unit in self._units:
             if unit.stays_full and unit.index not in sent:
                 unit.gather()
-                unit.wait()
+                unit.step_ends()
 
     def bring_ahead(self) -> None:
         """Copy the state of the units that the next step updates first to the device; nothing is updated."""
@@ -104,6 +105,12 @@ class UnitUpdater:
                 self._bring(unit)
             else:
                 self._worker.submit(self._bring, unit)  # a failure repeats at the step, which reports it
+
+    def receive(self) -> None:
+        """Wait for what the last step has left in flight, but not for updates."""
+        for unit in self._units:
+            if unit.shard.pending is None:
+                unit.wait_sent()
 
     def close(self) -> None:
         """Wait until all updates have run, whether they failed or not."""
@@ -176,13 +183,25 @@ class UnitUpdater:
                 mark(changes.marks(), before, unit.shard.master.shard)
             with placement.streams.up.entered() if on_host else contextlib.nullcontext():
                 unit.shard.publish()
-                unit.gathering.updated()
+                unit.gathering.encode()
 
     def _read_ahead(self) -> None:
         """Start to read the state of as many units as memory allows, in order; after the last one the first."""
         for unit in (*self._next, *self._submitted):
             if not unit.shard.placement.state_store.fetch():
                 break
+
+
+_ALL: weakref.WeakSet[UnitUpdater] = weakref.WeakSet()
+
+
+def _receive_before_fork() -> None:
+    """A forked process lacks the threads of the backend, and would wait for ever for what is in flight."""
+    for updater in list(_ALL):
+        updater.receive()
+
+
+os.register_at_fork(before=_receive_before_fork)
 
 
 def copy_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,11 +218,8 @@ def send_before_exit(units: Sequence[Unit], groups: list[Any]) -> None:
     process groups may go then: `groups` is emptied.
     """
     refs = [weakref.ref(unit) for unit in units]
-    owner = os.getpid()
 
     def send() -> None:
-        if owner != os.getpid() or getattr(sys, "last_value", None) is not None:
-            return
         for unit in filter(None, (ref() for ref in refs)):
             try:
                 unit.wait_sent()
@@ -211,5 +227,4 @@ def send_before_exit(units: Sequence[Unit], groups: list[Any]) -> None:
                 break  # other ranks are gone, or the update has failed: no rank waits for us
         groups.clear()
 
-    atexit.register(send)
-    weakref.finalize(units[0], atexit.unregister, send).atexit = False
+    before_exit(units[0], send)

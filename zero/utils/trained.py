@@ -31,11 +31,11 @@ class TrainedParam(NamedTuple):
 
     def is_number(self, key: str) -> bool:
         """Whether state `key` is one number."""
-        return key in self.optimizer.shard_optimizer.keys(self.owner.unit, self.group)[1]
+        return key in self.optimizer.states.keys(self.owner.unit, self.group)[1]
 
     def read(self, key: str) -> torch.Tensor | int | float:
         """This rank's piece of state `key`, fp32 [n], or the one number that it is."""
-        unit, states = self.owner.unit, self.optimizer.shard_optimizer
+        unit, states = self.owner.unit, self.optimizer.states
         if self.is_number(key):
             return states.number(unit, self.group, key)
         part = piece(self.owner)
@@ -45,7 +45,7 @@ class TrainedParam(NamedTuple):
 
     def write(self, key: str, value: torch.Tensor | float) -> None:
         """Replace what `read` returns; a piece is fp32 [n] on the device."""
-        unit, states = self.owner.unit, self.optimizer.shard_optimizer
+        unit, states = self.owner.unit, self.optimizer.states
         if self.is_number(key):
             states.set_number(unit, self.group, key, float(value))
         elif value.numel():
@@ -53,7 +53,7 @@ class TrainedParam(NamedTuple):
 
     def key_error(self, what: str, key: str) -> ValueError | None:
         """The error for a state that the optimizer does not have, or None."""
-        tensors, numbers = self.optimizer.shard_optimizer.keys(self.owner.unit, self.group)
+        tensors, numbers = self.optimizer.states.keys(self.owner.unit, self.group)
         if key in tensors or key in numbers:
             return None
         known = ", ".join((*tensors, *numbers)) or "none"

@@ -83,7 +83,7 @@ class Copies:
             if isinstance(rule, FusedShardOptimizer):
                 raw["optimizer"] = rule.section
             else:
-                client = rule._kind(groups, **rule._params)
+                client = rule.kind(groups, **rule.params)
         if run.kind is not RunKind.ENGINE:
             settings = load(raw, origin.world_size, filled=False, refused=("pp", "ep"))
             return PlainEngine(model, client, groups, settings, run.kind)

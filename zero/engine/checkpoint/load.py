@@ -165,7 +165,7 @@ class CheckpointLoader:
             if unit.shard.master is not None and self._optimizer is not None:
                 group = unit.plan.group
                 if group not in keys:
-                    keys[group] = self._optimizer.shard_optimizer.keys(unit, self._optimizer.param_groups[group])
+                    keys[group] = self._optimizer.states.keys(unit, self._optimizer.param_groups[group])
                 states = keys[group]
             for param in unit.params:
                 own = owner_of(param).name

@@ -101,7 +101,7 @@ class UnitLoader:
                     unit.shard.publish()
         if states:
             # What the optimizer has of rows of matrices; what is not in the checkpoint begins anew.
-            for name, first, _, values in self._optimizer.shard_optimizer.rows(unit, self._group(unit), True):
+            for name, first, _, values in self._optimizer.states.rows(unit, self._group(unit), True):
                 source = self._names.get(name)
                 stored = None if source is None else self._index.parameters[source].scales.get("rows")
                 if stored is not None:
@@ -128,7 +128,7 @@ class UnitLoader:
                 reader.exact(name, start + at, count, write, masters, cut)
 
     def _load_moments(self, unit: Unit, name: str, part: Fragment) -> None:
-        reader, rule, group = self._reader, self._optimizer.shard_optimizer, self._group(unit)
+        reader, rule, group = self._reader, self._optimizer.states, self._group(unit)
         parameter, cut = self._index.parameters[name], _cut(unit, part)
         if stateless(parameter):
             rule.restart(unit, group, part)
@@ -150,7 +150,7 @@ class UnitLoader:
                 reader.moment(name, key, part.start + at, count, partial(_round, target, signed), cut)
 
     def _load_numbers(self, unit: Unit) -> None:
-        rule, group = self._optimizer.shard_optimizer, self._group(unit)
+        rule, group = self._optimizer.states, self._group(unit)
         names = [self._names[spec.name] for spec in unit.plan.params if spec.name in self._names]
         parameters = [self._index.parameters[name] for name in names]
         trained = [parameter for parameter in parameters if not stateless(parameter)]
@@ -166,7 +166,7 @@ class UnitLoader:
 
     def _restart(self, unit: Unit) -> None:
         with unit.shard.acquired(changed=True):
-            self._optimizer.shard_optimizer.restart(unit, self._group(unit))
+            self._optimizer.states.restart(unit, self._group(unit))
 
     def _group(self, unit: Unit) -> Group:
         return self._optimizer.param_groups[unit.plan.group]

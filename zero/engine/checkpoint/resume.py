@@ -151,7 +151,7 @@ def _unfit(engine: Any, saved: Any, optimizer: bool, scheduler: bool) -> Iterato
                 if "lr" in group and "lr" not in values:
                     raise ValueError("it has no lr")
                 mixed = {**group, **_taken(engine, group, values, optimizer, scheduler)}
-                engine.optimizer.shard_optimizer.keys(units[number], mixed)
+                engine.optimizer.states.keys(units[number], mixed)
             except Exception as error:  # of torch's and others' classes, too
                 yield f"parameter group {number} is of no use: {type(error).__name__}: {error}"
 

@@ -159,7 +159,7 @@ def _unit_chunks(unit: Unit, optimizer: ZeroOptimizer | None, forms: bool = Fals
                 cut = full[part.name].in_blocks(BLOCK) if chunk.boxes else Cut(shape, ())
                 yield TensorChunk(f"scales.{name}", part.name, part.start // BLOCK, cut.shape, scales, cut.boxes)
     if unit.shard.master is not None and optimizer is not None:
-        for name, first, of, rows in optimizer.shard_optimizer.rows(unit, optimizer.param_groups[unit.plan.group]):
+        for name, first, of, rows in optimizer.states.rows(unit, optimizer.param_groups[unit.plan.group]):
             yield TensorChunk("scales.rows", name, first, (of,), take(rows, 0, 0, rows.numel()))
 
 
@@ -172,11 +172,11 @@ def _moments(
     unit: Unit, optimizer: ZeroOptimizer, part: Fragment, forms: bool
 ) -> Mapping[str, tuple[Moment, bool | None]]:
     """The states of a fragment; for their `forms` only, where they rest in files, those of a run that it is in."""
-    rule, group = optimizer.shard_optimizer, optimizer.param_groups[unit.plan.group]
+    rule, group = optimizer.states, optimizer.param_groups[unit.plan.group]
     if not forms or unit.shard.placement.state_store.resident:
         return rule.kept(unit, group, part)
     # Only rules that know their state beforehand let it rest in files.
-    states = rule.states(unit, group)
+    states = rule.of(unit, group)
     there = next((moments for run, moments in states.runs if run.start <= part.at < run.start + run.numel), ())
     return {name: (moment, None) for name, moment in zip(states.names, there, strict=False)}
 
@@ -188,7 +188,7 @@ def _form(tensor: torch.Tensor, dim: int, start: int, numel: int) -> torch.Tenso
 
 def _numbers(unit: Unit, optimizer: ZeroOptimizer) -> dict[str, float]:
     """The single numbers of a unit's state; none before a state exists."""
-    rule, group = optimizer.shard_optimizer, optimizer.param_groups[unit.plan.group]
+    rule, group = optimizer.states, optimizer.param_groups[unit.plan.group]
     first = unit.plan.layout.fragments(unit.shard.window)[:1]
     if not rule.foreseen and not any(rule.kept(unit, group, part) for part in first):
         return {}

@@ -152,7 +152,7 @@ class GatheredParameters(zero.GatheredParameters):
             strict = [each._sharded for each in _engines if each._sharded and each.is_sanity_checks_enabled()]
             if any(unit in sharded.units for sharded in strict for unit in self._units):
                 raise
-            if lost.cut:
+            if lost.resharded:
                 caller = sys._getframe(1)
                 log_once(logging.WARNING, f"{caller.f_code.co_filename}:{caller.f_lineno}: {lost}")
 
