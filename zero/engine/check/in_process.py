@@ -43,29 +43,25 @@ class Copies:
     def train(self, run: CheckRun, lead: RunRecord | None) -> RunRecord:
         """Train a copy as `run` says; raises `Failed` where the engine does, and what plain torch raises."""
         try:
-            return self._train(run, lead)
+            random_state.restore(self.random, self._engine.device)
+            engine = self._build(copy.deepcopy(self._model), run)
+            recorder = RunRecorder(engine)
+            if lead is not None:
+                engine.follow(lead.steps)
+            try:
+                for micro in range(run.steps * run.accumulation):
+                    loss = self._loss_fn(engine, self._batches[micro % len(self._batches)])
+                    engine.backward(loss, tokens=1 if engine._config.zero.mean == "tokens" else None)
+                    engine.step()
+            finally:
+                engine.destroy()
+            own = recorder.part()
+            first, *others = agree(own | {"steps": []}, self._engine._sharded.world)
+            return record_of([first | {"steps": own["steps"]}, *others])
         except Exception as error:
             if run.kind is not RunKind.ENGINE:
                 raise
             raise Failed(f"{type(error).__name__}: {error}") from error
-
-    def _train(self, run: CheckRun, lead: RunRecord | None) -> RunRecord:
-        random_state.restore(self.random, self._engine.device)
-        model = copy.deepcopy(self._model)
-        engine = self._build(model, run)
-        recorder = RunRecorder(engine)
-        if lead is not None:
-            engine.follow(lead.steps)
-        try:
-            for micro in range(run.steps * run.accumulation):
-                loss = self._loss_fn(engine, self._batches[micro % len(self._batches)])
-                engine.backward(loss, tokens=1 if engine._config.zero.mean == "tokens" else None)
-                engine.step()
-        finally:
-            engine.destroy()
-        own = recorder.part()
-        first, *others = agree(own | {"steps": []}, self._engine._sharded.world)
-        return record_of([first | {"steps": own["steps"]}, *others])
 
     def _build(self, model: nn.Module, run: CheckRun) -> Any:
         origin = self._engine

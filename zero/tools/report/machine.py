@@ -175,13 +175,8 @@ def _extras() -> list[Facts]:
         requirements = [Requirement(text) for text in metadata.requires("zero") or ()]
     except metadata.PackageNotFoundError:
         return []
-    extras = []
-    for requirement in requirements:
-        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", str(requirement.marker or ""))
-        if extra is not None:
-            version = _version(requirement.name)
-            extras.append({"extra": extra[1], "name": requirement.name, "version": version})
-    return extras
+    found = [(re.search(r"extra\s*==\s*['\"]([^'\"]+)", str(each.marker or "")), each.name) for each in requirements]
+    return [{"extra": extra[1], "name": name, "version": _version(name)} for extra, name in found if extra]
 
 
 def _version(name: str) -> str | None:
