@@ -84,7 +84,7 @@ class TrainingStep:
         config = accumulation.config
         every = config.zero.check_replicas
         self.recomputing = recomputing
-        self.recorder = StepRecorder(config, sharded, optimizer, status, device)
+        self.recorder = StepRecorder(config, sharded, optimizer, status)
         self.forms = forms
         self.randomness: Randomness | None = None
         if sharded.numerics.tree or forms.tensors is not None:
@@ -93,7 +93,7 @@ class TrainingStep:
         self.alarms = Alarms(config.zero.alarm) if config.zero.alarm.model_fields_set else None
         self.profiles: Profiles | None = None
         if optimizer is not None and asked(config):
-            self.profiles = Profiles(config, sharded, optimizer, device, self.recorder)
+            self.profiles = Profiles(config, sharded, self.recorder)
         planned = config.zero.plan and optimizer is not None
         self.reality = Reality(config, sharded, optimizer) if planned else None
         self.model = sharded.module
