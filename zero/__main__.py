@@ -47,9 +47,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     version = f"zero {sys.modules['zero'].__version__}"  # of the package that this module is in
     parser.add_argument("--version", action="version", version=version, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    run_args.add_arguments(
-        commands.add_parser("run", help="start a script with one process per rank", allow_abbrev=False)
-    )
+    about = "start a script with one process per rank"
+    run_args.add_arguments(commands.add_parser("run", help=about, allow_abbrev=False))
     about = "compare a script's first steps under each stage with plain torch"
     script_args.add_check(commands.add_parser("check", help=about, allow_abbrev=False))
     about = "find the fastest configuration of a script, by a plan and short runs"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.core import comm
-from zero.core.owner import Owner, owner_of
+from zero.core.owner import owner_of
 from zero.core.param_buffer import State
 from zero.core.values import is_part
 
@@ -117,11 +117,11 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         wrong = [owner.unit.buffer.reattach(owner.index) for owner in self._owners]
-        pairs = zip(self._owners, self._versions, strict=True)
-        states = [
-            _UNFIT if text else _WRITTEN if _changed(owner, version) else _SAME
-            for text, (owner, version) in zip(wrong, pairs, strict=True)
-        ]
+        states = []
+        for owner, version, text in zip(self._owners, self._versions, wrong, strict=True):
+            # Since it had this version, and since a block inside wrote it back.
+            written = owner.param._version not in (version, owner.unit.buffer.versions[owner.index])
+            states.append(_UNFIT if text else _WRITTEN if written else _SAME)
         if self._modifier_rank is not None:
             states = self._write_back(states)
         for owner, state in zip(self._owners, states, strict=True):
@@ -175,11 +175,6 @@ class GatheredParameters:
                 "pass modifier_rank=0 to keep rank 0's values",
                 resharded,
             )
-
-
-def _changed(owner: Owner, version: int) -> bool:
-    """Whether the parameter was written since it had this version, and since a block inside wrote it back."""
-    return owner.param._version not in (version, owner.unit.buffer.versions[owner.index])
 
 
 def _tensors(params: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

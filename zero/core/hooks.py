@@ -55,31 +55,25 @@ class FrozenUnits:
             nonlocal backward, waiting
             if backward != self._prefetcher.backwards:  # the first output; a graph may be run again
                 backward, waiting = self._prefetcher.backwards, count
-                self._opened(backward)
+                if self._backward != backward:
+                    self._backward, self._open = backward, 0
+                self._open += 1
 
         def passed_on(grad: torch.Tensor) -> None:
             nonlocal waiting
             if backward == self._prefetcher.backwards:  # else it came round the module, not through it
                 waiting -= 1
-                if waiting == 0:
-                    self._closed()
+                if waiting:
+                    return
+                self._open -= 1
+                # The backward left a call: release what no other open call reads.
+                if self._open == 0 and all(unit.gradients.complete for unit in self._trained):
+                    for unit in self._frozen:
+                        self._prefetcher.done(unit)
 
         for tensor in tensors:
             tensor.register_hook(passed_on)
         return reached
-
-    def _opened(self, backward: int) -> None:
-        """The backward with this number entered a call."""
-        if self._backward != backward:
-            self._backward, self._open = backward, 0
-        self._open += 1
-
-    def _closed(self) -> None:
-        """The backward left a call: release what no other open call reads."""
-        self._open -= 1
-        if self._open == 0 and all(unit.gradients.complete for unit in self._trained):
-            for unit in self._frozen:
-                self._prefetcher.done(unit)
 
 
 def attach(
@@ -193,30 +187,25 @@ def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], 
     return warn
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """Every tensor inside nested tuples, lists, sets, mappings, dataclasses (so also a `ModelOutput`), other objects.
 
     An object, such as a distribution or a cache of keys and values, is looked into for its attributes; modules are not.
     """
-    return _tensors_in(value, _DEPTH, set())
-
-
-def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
+    seen, items = set() if seen is None else seen, ()
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item, depth, seen)
+        items = value.values()
     elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from _tensors_in(item, depth, seen)
+        items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # it may have slots
-        for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name, None), depth, seen)
+        items = (getattr(value, field.name, None) for field in dataclasses.fields(value))
     elif depth and hasattr(value, "__dict__") and not isinstance(value, _NOT_LOOKED_INTO) and id(value) not in seen:
         seen.add(id(value))
-        for item in list(vars(value).values()):
-            yield from _tensors_in(item, depth - 1, seen)
+        depth, items = depth - 1, list(vars(value).values())
+    for item in items:
+        yield from tensors_in(item, depth, seen)
 
 
 def _forward_hooks(

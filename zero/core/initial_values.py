@@ -43,7 +43,11 @@ def initial_values(
     """
     if not plan.requires_grad or dtype.itemsize >= 4:
         full = torch.zeros(plan.layout.numel, dtype=dtype, device=device)
-        _fill(full, params, plan, mesh)
+        # Straight into the buffer, which is what the parameters are trained or kept in.
+        places = [full.narrow(0, *span) for span in plan.layout.spans.values()]
+        unequal = [place for param, place in zip(params, places, strict=True) if not _copy_to(param, place, mesh)]
+        for place in [full] if len(unequal) == len(places) else unequal:
+            comm.broadcast(place, 0, mesh.data, plan.name)
         return full, None
     full = torch.empty(plan.layout.numel, dtype=dtype, device=device)
     master = torch.empty(own.numel, dtype=torch.int16 if remainder else torch.float32, device=device)
@@ -85,14 +89,6 @@ def _write(exact: torch.Tensor, out: torch.Tensor) -> None:
         write_remainder(exact, out)
     else:
         out.copy_(exact)
-
-
-def _fill(full: torch.Tensor, params: Sequence[nn.Parameter], plan: UnitPlan, mesh: Mesh) -> None:
-    """Rank 0's values straight into the buffer, which is what the parameters are trained or kept in."""
-    places = [full.narrow(0, *span) for span in plan.layout.spans.values()]
-    unequal = [place for param, place in zip(params, places, strict=True) if not _copy_to(param, place, mesh)]
-    for place in [full] if len(unequal) == len(places) else unequal:
-        comm.broadcast(place, 0, mesh.data, plan.name)
 
 
 def _exact_chunks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -62,8 +62,13 @@ class Offload:
         self._streams, self._staging = streams, StagingBuffers(device, scheme.mirrored, streams.down)
         self._slots: Slots | None = None
         # All ranks of a host look at what is free before one of them takes any.
-        self._all(self._check_room, world)
-        self._all(self._take, world)
+        for what in (self._check_room, self._take):
+            problem: RuntimeError | None = None
+            try:
+                what(world)
+            except RuntimeError as error:
+                problem = error
+            agree(problem, world, "state cannot be kept off the device on all ranks")
         rank_zero(logging.INFO, "host memory of each rank:\n%s", host_table(self.host))
 
     @property
@@ -122,15 +127,6 @@ class Offload:
         numel = self._plans[index].layout.numel // scheme.parts[index]
         memory = self._arena.take(self._held[index].host.gradients)[: numel * dtype.itemsize]
         return HostGradAccumulator(memory.view(dtype), DTYPES[scheme.accumulate], self._staging)
-
-    def _all(self, what: Callable[[World], None], world: World) -> None:
-        """Have every rank do `what`; RuntimeError on all ranks where one cannot."""
-        problem: RuntimeError | None = None
-        try:
-            what(world)
-        except RuntimeError as error:
-            problem = error
-        agree(problem, world, "state cannot be kept off the device on all ranks")
 
     def _check_room(self, world: World) -> None:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))

@@ -71,28 +71,23 @@ class Use:
 class Forecast:
     """The uses of the last step, which predict those of this one.
 
-    uses: the units that this step has used, in order.
+    uses: the units that this step has used, in order; order: those of the last step.
     """
 
     def __init__(self) -> None:
         self.uses: list[int] = []
-        self._order: tuple[int, ...] = ()  # the uses of the last step
+        self.order: tuple[int, ...] = ()
         self._position: Position = START  # how far this step is in them
         self._resume: Position = START  # where a forward without gradients interrupted the step
 
     @property
-    def order(self) -> Sequence[int]:
-        """The uses of the last step."""
-        return self._order
-
-    @property
     def coming(self) -> Sequence[int]:
         """The uses that are expected next."""
-        return to_come(self._order, self._position)
+        return to_come(self.order, self._position)
 
     def used(self, index: int) -> None:
         """A unit was used; a use in an evaluation is not part of a step."""
-        self._position = advance(self._order, self._position, index)
+        self._position = advance(self.order, self._position, index)
         if torch.is_grad_enabled() or in_backward():
             self.uses.append(index)
 
@@ -107,12 +102,12 @@ class Forecast:
 
     def learn(self, order: Iterable[int]) -> None:
         """Take the uses of another rank's last step as those of this rank's."""
-        self._order = tuple(order)
+        self.order = tuple(order)
 
     def end_step(self, learn: bool) -> None:
         """A backward has ended; one that raised is nothing to `learn` from."""
         if learn and self.uses:
-            self._order = tuple(self.uses)
+            self.order = tuple(self.uses)
         self.uses = []
         self._position = self._resume = START
 
@@ -187,8 +182,12 @@ class ParamPrefetcher:
 
     def enter(self, units: Sequence[Unit]) -> Call:
         """A module that reads these units starts its forward."""
-        if not self._calls and not in_backward():
-            self._begin_forward()
+        if not self._calls and not in_backward():  # a forward begins
+            self._end_returned(lambda for_backward: not for_backward)
+            if not torch.is_grad_enabled():
+                self.forecast.interrupt()
+            elif self.on_forward is not None:
+                self.on_forward()
         call = Call(units)
         self._calls.append(call)
         for unit in units:
@@ -215,7 +214,11 @@ class ParamPrefetcher:
         """The module has finished its forward, or raised. Parameters that it returned are read by its caller."""
         returned = self._units_in(output)
         self._close(call)
-        self._hand_on(returned)
+        if readers := self._calls or self._methods:  # for the module that has called this one
+            for use in returned:
+                self._read(readers[-1], use.unit)
+        elif not in_backward():  # for the caller of the root
+            self._lend(returned, torch.is_grad_enabled())
         if in_backward():
             return  # it reads what it recomputes again soon; its parameters are released when their gradients have come
         for unit in call.units:
@@ -313,13 +316,6 @@ class ParamPrefetcher:
         self.forecast.end_step(learn=False)
         self.release_all(keep_if_referenced=False)
 
-    def _begin_forward(self) -> None:
-        self._end_returned(lambda for_backward: not for_backward)
-        if not torch.is_grad_enabled():
-            self.forecast.interrupt()
-        elif self.on_forward is not None:
-            self.on_forward()
-
     def _close(self, call: Call) -> None:
         readers = self._calls if call in self._calls else self._methods
         if call in readers:
@@ -371,14 +367,6 @@ class ParamPrefetcher:
             if unit is not None:
                 found[unit.index] = unit
         return [self._uses[index] for index, unit in found.items() if unit.resharded and self.units[index] is unit]
-
-    def _hand_on(self, uses: Sequence[Use]) -> None:
-        """Keep these for the module that called the one that returned them, or for the caller of the root."""
-        if readers := self._calls or self._methods:
-            for use in uses:
-                self._read(readers[-1], use.unit)
-        elif not in_backward():
-            self._lend(uses, torch.is_grad_enabled())
 
     def _read(self, call: Call, unit: Unit) -> None:
         if unit not in call.units:

@@ -208,14 +208,12 @@ class Reducer:
         """
         return any(unit.gradients.flat is not None for unit in self._order)
 
-    @contextlib.contextmanager
-    def defer(self) -> Iterator[None]:
+    def defer(self) -> contextlib.AbstractContextManager[None]:
         """Inside, backwards that are not at a boundary leave their gradients on their rank, also where these are cut.
 
         They are reduced at `settle`.
         """
-        with self._reducing(When.AT_BOUNDARY):
-            yield
+        return self._reducing(When.AT_BOUNDARY)
 
     @contextlib.contextmanager
     def by_hand(self) -> Iterator[None]:

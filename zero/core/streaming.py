@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+import timeit
 from collections.abc import Callable, Sequence
 
 import torch
@@ -96,11 +96,9 @@ def rates(device: torch.device) -> UpdateRates:
 
 
 def _seconds(turn: Callable[[], object], device: torch.device) -> float:
-    times = []
-    for _ in range(_TRIALS):
-        begin = time.perf_counter()
+    def complete() -> None:
         turn()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return min(times)
+
+    return min(timeit.repeat(complete, number=1, repeat=_TRIALS))

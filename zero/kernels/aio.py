@@ -42,17 +42,16 @@ class Request:
     def wait(self) -> None:
         """Wait until the request is complete; may be called again, and by several threads.
 
-        Raises:
-            OSError: with the errno, the requested bytes of the file, the byte reached, and the path. All bytes
-                before that point were moved; later ones perhaps. A file that ends before a read
-                does gives EIO.
-            RuntimeError: in a process forked from the one that began it.
+        Raises OSError with the errno, the requested bytes of the file, the byte reached, and the path: all bytes before
+        that point were moved, later ones perhaps; a file that ends before a read does gives EIO. RuntimeError in a
+        process forked from the one that began it.
         """
         _check_process(self._process)
         self._pool_request.wait()
-        aio = self._aio()
-        if aio is not None:
-            aio._forget(self)
+        if (aio := self._aio()) is not None:
+            with aio._lock:
+                aio._flying.pop(self, None)
+                aio._raised |= self._pool_request.outcome()[0] != 0  # the caller gets its error
         self._held = None
         self.check()
 
@@ -75,19 +74,12 @@ class Aio:
 
     A request is cut into blocks. May be used from several Python threads; waiting releases the GIL.
 
-    Args:
-        threads: workers; "intra_op_parallelism" of the JSON.
-        queue_depth: blocks in flight per worker. Backends "threads" and "python" have one thread for each, at most 64.
-        block_size: bytes, a multiple of ALIGN, at most 1 GiB.
-        backend: "io_uring", "threads" or "python"; None: the first of these that is available.
-
-    Attributes:
-        backend: the one in use.
-        why: why it is not an earlier one; empty if it was requested or is the first.
-
-    Raises:
-        ValueError: for an argument out of range.
-        RuntimeError: the requested backend is not available; says why.
+    threads: workers; "intra_op_parallelism" of the JSON;
+    queue_depth: blocks in flight per worker. Backends "threads" and "python" have one thread for each, at most 64;
+    block_size: bytes, a multiple of ALIGN, at most 1 GiB;
+    backend: "io_uring", "threads" or "python"; None: the first of these that is available. As an attribute: the one in
+    use, and `why` says why it is not an earlier one; empty if it was requested or is the first.
+    Raises ValueError for an argument out of range, RuntimeError, with the reason, without the requested backend.
     """
 
     def __init__(
@@ -110,15 +102,10 @@ class Aio:
     def read(self, file: ScratchFile, tensor: Tensor, offset: int) -> Request:
         """Begin to fill a tensor from a file. The tensor must not be touched before :meth:`Request.wait` returned.
 
-        Args:
-            file: open, not closed before this call.
-            tensor: contiguous, on the CPU, any dtype, address and nbytes multiples of ALIGN. Its storage may not be
-                resized while the request is in flight.
-            offset: in bytes, a multiple of ALIGN; the span must lie within the file.
-
-        Raises:
-            ValueError: for anything else, or a closed file. Nothing was begun then.
-            RuntimeError: after :meth:`close`, or in a process forked from the one that made this object.
+        tensor: contiguous, on the CPU, any dtype, address and nbytes multiples of ALIGN. Its storage may not be resized
+        while the request is in flight. offset: in bytes, a multiple of ALIGN; the span must lie within the file.
+        Raises ValueError for anything else, or a closed file, and begins nothing then; RuntimeError after
+        :meth:`close`, or in a process forked from the one that made this object.
         """
         return self._begin(False, file, tensor, offset)
 
@@ -132,8 +119,7 @@ class Aio:
     def close(self) -> None:
         """Wait for requests in flight and end the workers. A second call, or one in a forked process, does nothing.
 
-        Raises:
-            OSError: that of a failed request, if :meth:`Request.wait` has raised none.
+        Raises the OSError of a failed request, if :meth:`Request.wait` has raised none.
         """
         if self._process != os.getpid() or self._pool is None:
             return
@@ -168,13 +154,6 @@ class Aio:
             request = Request(self, begun, "write" if write else "read", file, tensor, offset)
             self._flying[request] = None
         return request
-
-    def _forget(self, request: Request) -> None:
-        """Drop `request`: a caller waited for it, and got its error if it has one."""
-        with self._lock:
-            self._flying.pop(request, None)
-            if request._pool_request.outcome()[0]:
-                self._raised = True
 
 
 def _check_process(process: int) -> None:

@@ -21,13 +21,8 @@ def pack(
     The bits are those of :func:`pack_reference`. It is done where the kernels are compiled for the buffer's device, for
     contiguous tensors of which it holds that one rounding gives the same bits as a cast, then a product or a sum.
 
-    Args:
-        tensors: any shapes. None overlaps another or the buffer.
-        flat: shape [n], float32, bfloat16 or float16.
-        offsets: first element of each tensor in ``flat``, in elements. Spans must not overlap.
-
-    Raises:
-        ValueError: for a span outside ``flat``. Nothing was written then.
+    tensors: any shapes; none overlaps another or `flat` [n], of float32, bfloat16 or float16. offsets: of the first
+    element of each in `flat`; spans must not overlap. Raises ValueError for one outside, before anything is written.
     """
     device, code, spans = flat.device, DTYPE_CODES.get(flat.dtype), []
     if code is None or not flat.is_contiguous() or (add and scale != 1.0):
@@ -85,17 +80,10 @@ def sum_rows(rows: Sequence[Tensor], out: Tensor, accumulate: bool, threads: int
 
     The order is fixed, so that the sum depends neither on how a buffer was cut nor on the number of threads.
 
-    Args:
-        rows: at least one tensor of shape [n], all float32, all bfloat16 or all float16 (rows of a matrix, or tensors
-            of their own).
-        out: shape [n], float32 (or float64, which runs as plain torch, summed in fp64). May be one of float32 rows,
-            but must not overlap a row in part.
-        accumulate: add to ``out`` rather than overwrite it.
-        threads: how many compute it; default torch's.
-
-    Raises:
-        ValueError: for no rows, rows that differ in size, dtype or device, or are not contiguous and floating, or
-            whose storage was released. Nothing was written then.
+    rows: at least one tensor [n], all float32, all bfloat16 or all float16 (rows of a matrix, or tensors of their own).
+    out: [n], float32 (or float64, which runs as plain torch, summed in fp64). May be one of float32 rows, but must not
+    overlap a row in part. threads: default torch's. Raises ValueError, before anything is written, for no rows, rows
+    that differ in size, dtype or device, or are not contiguous and floating, or whose storage was released.
     """
     addresses = _row_addresses(rows, out)
     if out.dtype is not torch.float32 or not sum_compiled(addresses, rows[0].dtype, out, accumulate, threads):

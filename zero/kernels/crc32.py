@@ -14,18 +14,12 @@ from zero.kernels.native import load
 
 
 def crc32(data: Any, value: int = 0) -> int:
-    """Return zlib's CRC-32 of the bytes of `data`, computed on the calling thread without the GIL.
+    """zlib's CRC-32 of the bytes of `data`, computed on the calling thread without the GIL.
 
-    ``crc32(b, crc32(a))`` is that of a followed by b.
-
-    Args:
-        data: a contiguous object with the buffer protocol (bytes, bytearray, memoryview, mmap ...), or a contiguous
-            tensor on the CPU of any dtype and shape, whose bytes are those in memory.
-        value: the checksum of the preceding bytes, 0 for none.
-
-    Raises:
-        ValueError: for a tensor on another device, that is not contiguous or whose storage was released.
-        TypeError, BufferError: for an object without contiguous bytes.
+    data: a contiguous object with the buffer protocol (bytes, memoryview, mmap ...), or a contiguous tensor on the CPU,
+    whose bytes are those in memory. value: the checksum of the bytes before; ``crc32(b, crc32(a))`` is that of a
+    followed by b. Raises ValueError for another tensor, or one whose storage was released; TypeError, BufferError for
+    an object without contiguous bytes.
     """
     view = data  # of a tensor that perhaps nobody else holds
     if isinstance(data, Tensor):

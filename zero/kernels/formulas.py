@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from zero.config.optimizers import Arguments
 from zero.plan.formats import Formats
@@ -169,42 +169,28 @@ class Muon(_Checked):
 
 Formula: TypeAlias = Adam | Lion | Sgd | Adagrad
 Hyperparameters: TypeAlias = Mapping[str, Any]  # of a parameter group
+_Of = TypeVar("_Of", Adam, Lion, Sgd, Adagrad, Muon)
+_CONVERT = {"float": float, "bool": bool, "int": int}
 
 
-def _adam(group: Hyperparameters, decoupled: bool) -> Adam:
-    beta1, beta2 = map(float, group["betas"])
-    numbers = (float(group[key]) for key in ("eps", "weight_decay"))
-    return Adam(float(group["lr"]), beta1, beta2, *numbers, decoupled, bool(group["bias_correction"]))
-
-
-def _lion(group: Hyperparameters) -> Lion:
-    beta1, beta2 = map(float, group["betas"])
-    return Lion(float(group["lr"]), beta1, beta2, float(group["weight_decay"]))
-
-
-def _sgd(group: Hyperparameters) -> Sgd:
-    numbers = (float(group[key]) for key in ("lr", "momentum", "dampening", "weight_decay"))
-    return Sgd(*numbers, bool(group["nesterov"]))
-
-
-def _adagrad(group: Hyperparameters) -> Adagrad:
-    return Adagrad(*(float(group[key]) for key in ("lr", "lr_decay", "eps", "weight_decay")))
-
-
-def _muon(group: Hyperparameters) -> Muon:
-    numbers = (float(group[key]) for key in ("lr", "momentum", "weight_decay", "eps"))
-    return Muon(*numbers, int(group["ns_steps"]), float(group.get("beta2") or 0.0))
+def _made(kind: type[_Of], group: Hyperparameters, **more: object) -> _Of:
+    """The formula of this kind with the numbers of a parameter group, and `more` in their place."""
+    numbers = {**group, **dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)), **more}
+    return kind(**{field.name: _CONVERT[str(field.type)](numbers[field.name]) for field in fields(kind)})
 
 
 FORMULAS: Mapping[str, Callable[[Hyperparameters], Formula | Muon]] = {
     # As in DeepSpeed, "Adam" means decoupled weight decay unless `adam_w_mode` is false.
-    "adam": lambda group: _adam(group, group["adam_w_mode"]),
-    "adamw": lambda group: _adam(group, True),
-    "lamb": lambda group: _adam({**group, "bias_correction": False}, True),  # the rest of it: zero/optim/lamb.py
-    "lion": _lion,
-    "sgd": _sgd,
-    "adagrad": _adagrad,
-    "muon": lambda group: _muon(group) if group["use_muon"] else _adam(group, True),
+    "adam": lambda group: _made(Adam, group, decoupled=group["adam_w_mode"]),
+    "adamw": lambda group: _made(Adam, group, decoupled=True),
+    # The rest of it: zero/optim/lamb.py.
+    "lamb": lambda group: _made(Adam, group, decoupled=True, bias_correction=False),
+    "lion": lambda group: _made(Lion, group),
+    "sgd": lambda group: _made(Sgd, group),
+    "adagrad": lambda group: _made(Adagrad, group),
+    "muon": lambda group: (
+        _made(Muon, group, beta2=group.get("beta2") or 0.0) if group["use_muon"] else _made(Adam, group, decoupled=True)
+    ),
 }
 
 

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from zero.kernels.remainder import clean_bits
+from zero.plan.formats import BLOCK as BLOCK
 
 FORMATS = ("fp32", "bf16", "8bit")  # the index is the code of csrc/format_math.h
-BLOCK = 256  # elements that share a scale, and a word of randomness
 NEAREST = 0x8000  # in place of 16 random bits: rounds to nearest, ties away from zero
 
 # float64 is the "fp32" of float64 masters, which only the plain torch step takes.
@@ -68,11 +68,6 @@ def random_bits(numel: int, *, key: int, step: int, first: int, device: torch.de
     x &= _MASK32
     x ^= x >> 16
     return x
-
-
-def _to_bf16(x: Tensor, random16: Tensor | int) -> Tensor:
-    """fp32 [n] to bf16 [n], up with the probability random16 / 2^16."""
-    return ((clean_bits(x) + random16) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _per_element(of_block: Tensor, numel: int) -> Tensor:
@@ -125,10 +120,9 @@ def _from_8bit(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 class Moment:
     """One state of an optimizer for n elements, in one of ``FORMATS``.
 
-    Attributes:
-        values: shape [n]; float32 (or float64, beside a float64 master), bfloat16, or uint8 codes.
-        scales: float32 [ceil(n / 256)] on the same device with codes, one per block of 256; None otherwise. A step
-            checks both.
+    values: shape [n]; float32 (or float64, beside a float64 master), bfloat16, or uint8 codes.
+    scales: float32 [ceil(n / 256)] on the same device with codes, one per block of 256; None otherwise. A step
+        checks both.
     """
 
     values: Tensor
@@ -176,8 +170,7 @@ class Moment:
     def decode(self, signed: bool) -> Tensor:
         """The elements as float32 [n]: the values themselves, not a copy, if they are float32.
 
-        Args:
-            signed: whether they can be negative, which decides the meaning of "8bit" codes.
+        `signed`: whether they can be negative, which decides the meaning of "8bit" codes.
         """
         if self.scales is not None:
             return _from_8bit(self.values, self.scales, signed)
@@ -185,13 +178,9 @@ class Moment:
 
     @torch.no_grad()
     def write(self, values: Tensor, signed: bool, random16: Tensor | None = None) -> None:
-        """Replace all elements.
+        """Replace all elements by `values` [n], float32 (or float64 if this moment is).
 
-        Args:
-            values: shape [n], float32 (or float64 if this moment is).
-            signed: whether they can be negative.
-            random16: int64 [n] in [0, 2^16), random bits for stochastic rounding; None rounds to
-                nearest, ties away from zero.
+        random16: int64 [n] in [0, 2^16), for stochastic rounding; None rounds to nearest, ties away from zero.
         """
         bits = NEAREST if random16 is None else random16
         if self.scales is not None:
@@ -199,16 +188,16 @@ class Moment:
             self.values.copy_(codes)
             self.scales.copy_(scales)
         elif self.format == "bf16":
-            self.values.copy_(_to_bf16(values.contiguous(), bits))
+            # Up with the probability bits / 2^16.
+            upper = (clean_bits(values.contiguous()) + bits) >> 16
+            self.values.copy_(upper.to(torch.int16).view(torch.bfloat16))
         else:
             self.values.copy_(values)
 
     def narrow(self, start: int, numel: int) -> Moment:
-        """The elements from ``start`` on, as a view.
+        """The elements from ``start`` on, as a view; ValueError if the span is not inside.
 
-        Raises:
-            ValueError: if the span is not inside, or, with "8bit", does not begin and end on a block's boundary
-                (it may end with the last element).
+        Also if with "8bit" it does not begin and end on a block's boundary; it may end with the last element.
         """
         stop = start + numel
         if start < 0 or numel < 0 or stop > self.numel:

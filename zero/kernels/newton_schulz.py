@@ -16,17 +16,10 @@ RESTART = 2  # steps of the Gram form after which the matrix itself is multiplie
 def newton_schulz(
     matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """The iteration on matrices of one shape, all at once.
+    """The iteration on matrices [k, rows, cols] of any floating dtype, all at once, in and of `dtype`.
 
-    Args:
-        matrices: shape [k, rows, cols], any floating dtype.
-        coefficients: a, b, c of ``a X + b (X X^T) X + c (X X^T)^2 X``.
-        steps: how many iterations.
-        eps: the smallest divisor of a matrix, which is otherwise its Frobenius norm.
-        dtype: that of the computation.
-
-    Returns:
-        shape [k, rows, cols], in ``dtype``.
+    coefficients: a, b, c of ``a X + b (X X^T) X + c (X X^T)^2 X``; eps: the smallest divisor of a matrix, which is
+    otherwise its Frobenius norm.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.to(torch.promote_types(dtype, torch.float32))

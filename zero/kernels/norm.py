@@ -17,20 +17,15 @@ NORM_BLOCK = 4096
 
 
 def sum_squares(tensor: Tensor, threads: int | None = None) -> float:
-    """Return the sum of the squares of all elements, accumulated in fp64; waits for the tensor's device.
+    """The sum of the squares of all elements, accumulated in fp64; waits for the tensor's device.
 
     The result is inf or NaN exactly when an element is (float64 tensors apart, whose squares can overflow). The
     compiled kernels add in a fixed structure: blocks of 4096 elements, in each 16 lanes (element i to lane i % 16)
     folded as a tree; then 1024 lanes (block b to lane b % 1024, in order) folded as a tree. So the result is
     the same for every instruction set, number of threads and chip, on the CPU and on CUDA.
 
-    Args:
-        tensor: contiguous, any shape; compiled for float32, bfloat16 and float16 on the CPU and on CUDA devices. 0.0
-            when empty.
-        threads: how many compute it on the CPU; default torch's.
-
-    Raises:
-        ValueError: for a tensor that is not contiguous and floating, or whose storage was released.
+    tensor: contiguous, any shape; compiled for float32, bfloat16 and float16. threads: of a CPU; default torch's.
+    Raises ValueError for a tensor that is not contiguous and floating, or whose storage was released.
     """
     address, code = address_of("tensor", tensor, FLOATING), DTYPE_CODES.get(tensor.dtype)
     if code is not None and cuda.kernels(tensor.device) is not None:
@@ -63,17 +58,8 @@ def _total(tensor: Tensor) -> Tensor:
 def sum_squares_into(tensor: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
     """Write the sum of the squares of all elements to `out`, or add it, without waiting for the device.
 
-    The structure of the additions is that of :func:`sum_squares`. Calls that accumulate one number for several
-    shards add in the order of the calls.
-
-    Args:
-        tensor: contiguous, any shape; compiled for float32, bfloat16 and float16.
-        out: one float64 number on the tensor's device, any shape.
-        accumulate: add to `out` rather than overwrite it.
-
-    Raises:
-        ValueError: for tensors that are not contiguous and floating or whose storage was released, and an `out` that
-            does not fit.
+    The structure of the additions, the tensor and the errors are those of :func:`sum_squares`. Calls that accumulate
+    one number for several shards add in the order of the calls. `out`: one float64 number on the tensor's device.
     """
     address, device = address_of("tensor", tensor, FLOATING), tensor.device
     target = address_of("out", out, (torch.float64,), device=device)

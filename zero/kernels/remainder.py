@@ -73,12 +73,7 @@ def _cached(x: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def join(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 numbers that :func:`split` cut: exact for all but the payload of a NaN. A new tensor.
-
-    Args:
-        param: bfloat16, any shape.
-        remainder: int16, the same shape.
-    """
+    """The float32 numbers that :func:`split` cut: exact for all but the payload of a NaN. A new tensor."""
     low = remainder.to(torch.int32) & 0xFFFF
     upper = param.contiguous().view(torch.int16).to(torch.int32) - (low >> 15)
     return ((upper << 16) | low).view(torch.float32)

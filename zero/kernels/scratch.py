@@ -36,22 +36,14 @@ class Descriptor:
 
 
 class ScratchFile:
-    """An unnamed file in a folder, with its space reserved.
+    """An unnamed file in a folder that exists, with its space reserved: `nbytes`, rounded up to a multiple of ALIGN.
 
     No other process, and no later run, can find it; its space is freed when it is closed or the process ends, however
-    that happens.
+    that happens. Bytes never written read as zeros. `path` is ``folder / name``, for messages; it does not exist.
+    direct: read and write past the page cache (O_DIRECT); the attribute is False where the file system does not do it.
 
-    Args:
-        folder: its folder; must exist.
-        nbytes: size, rounded up to a multiple of ALIGN. Bytes never written read as zeros.
-        name: for messages: `path` is ``folder / name``, which does not exist.
-        direct: read and write past the page cache (O_DIRECT). If the file system does not support it, the attribute
-            `direct` is False.
-
-    Raises:
-        OSError: with the folder: it is missing or not writable, or has too little free space (ENOSPC; wanted and free
-            bytes are named).
-        ValueError: for a negative size.
+    Raises OSError, with the folder, if it is missing or not writable, or has too little free space (ENOSPC; wanted and
+    free bytes are named), and ValueError for a negative size.
     """
 
     def __init__(self, folder: Path, nbytes: int, name: str, direct: bool = True) -> None:

@@ -48,16 +48,6 @@ _STATE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 _STATES, _SCALES, _NARROW = tuple(_STATE_CODES), (torch.float32,), tuple(DTYPE_CODES)
 
 
-def _check_counters(step: int, key: int, first: int) -> None:
-    """Raise the ValueError of :func:`step` for wrong counters."""
-    if not 1 <= step < 1 << 63:
-        raise ValueError(f"step: got {step}; wanted an integer counted from 1")
-    if not 0 <= key < 1 << 63:
-        raise ValueError(f"key: got {key}; wanted an integer, 0 or above")
-    if first < 0 or first % BLOCK != 0:
-        raise ValueError(f"first: got {first}; wanted a multiple of {BLOCK}, 0 or above")
-
-
 def _state_addresses(
     formula: Formula, moments: tuple[Moment, ...], master: Tensor, spans: list[tuple[int, int, str]]
 ) -> list[int]:
@@ -141,38 +131,38 @@ def step(
 ) -> None:
     """Take one optimizer step in place on a shard of n elements; the formulas are at the top of this file.
 
-    Args:
-        formula: which optimizer, with its hyperparameters.
-        master: parameters, shape [n]. float32 (or float64, which runs as plain torch), or int16: the remainder beside
-            ``param``. Updated.
-        moments: the formula's states in the order of its ``state_names``, [n] each, all of one format. Updated.
-            Beside a float64 master they are float64.
-        grad: shape [n], float32, bfloat16 or float16. Read only, so not scaled in place.
-        param: shape [n], float32, bfloat16 or float16. Gets the new parameters rounded to its dtype, to nearest (ties
-            to even, but in bfloat16 away from zero); None when ``master`` is the parameter. Beside a remainder it is
-            bfloat16, and read as well.
-        step: which step this is, counted from 1.
-        grad_scale: the one factor on the gradient: unscaling times clipping; 1.0 for none. Or one float64 number on the
-            master's device, NaN to change nothing: kernels read it there, so that the host need not wait for it.
-        key: which unit this is, for the random bits that round moments in bf16 and 8bit; two units with one key would
-            be rounded by the same bits.
-        first: index of the first element in the unit, a multiple of 256: so a shard, and every piece of it, is rounded
-            as in the whole unit.
-        threads: how many threads share the work on a CPU; None for torch's number. No bit depends on it.
-        marks: uint8 [n / 8, rounded up]; the bit of each element (zero/kernels/marks.py) whose parameter changes in any
-            bit is set, others stay: of ``param``, or of ``master`` where that is None.
-        compiled: False for plain torch operations, on any device: the fallback without kernels, and the oracle of
-            the tests. They give the same bits, but for float64 masters (up to the payload of a NaN).
+    master: [n], float32 (or float64, which runs as plain torch), or int16: the remainder beside `param`. Updated.
+    moments: the formula's states in the order of its `state_names`, [n] each, all of one format; float64 beside a
+        float64 master. Updated.
+    grad: [n], float32, bfloat16 or float16. Read only, so not scaled in place.
+    param: of the same dtypes. Gets the new parameters rounded to nearest (ties to even, but in bfloat16 away from
+        zero); None when `master` is the parameter. Beside a remainder it is bfloat16, and read as well.
+    step: which step this is, counted from 1.
+    grad_scale: the one factor on the gradient: unscaling times clipping. Or one float64 number on the master's device,
+        NaN to change nothing: kernels read it there, so that the host need not wait for it.
+    key: which unit this is, for the random bits that round moments in bf16 and 8bit: others for each unit.
+    first: index of the first element in the unit, a multiple of 256: so every piece of it is rounded as in the whole.
+    threads: of a CPU; None for torch's number. No bit depends on it.
+    marks: uint8 [n / 8, rounded up]; the bit of each element (zero/kernels/marks.py) of `param`, or of `master` where
+        that is None, that changes in any bit is set, others stay.
+    compiled: False for plain torch operations, on any device: the fallback, and the oracle of the tests. They give the
+        same bits, but for float64 masters (up to the payload of a NaN).
 
-    With kernels the tensors are written through their addresses: autograd's version counters do not move.
-
-    Raises:
-        ValueError: for tensors that differ in size or device, overlap, are not 1-D and contiguous, have another dtype,
-            or have a released storage; and for counters out of range. Nothing was written then.
+    With kernels the tensors are written through their addresses: autograd's version counters do not move. Raises
+    ValueError, before anything is written, for tensors that differ in size or device, overlap, are not 1-D and
+    contiguous, have another dtype, or have a released storage; and for counters out of range.
     """
-    _check_counters(step, key, first)
-    shard = kernel_arguments(formula, master, moments, grad, param, key, first, marks)
-    there = _address_of_scale(grad_scale, master.device)
+    if not 1 <= step < 1 << 63:
+        raise ValueError(f"step: got {step}; wanted an integer counted from 1")
+    if not 0 <= key < 1 << 63:
+        raise ValueError(f"key: got {key}; wanted an integer, 0 or above")
+    if first < 0 or first % BLOCK != 0:
+        raise ValueError(f"first: got {first}; wanted a multiple of {BLOCK}, 0 or above")
+    shard, there = kernel_arguments(formula, master, moments, grad, param, key, first, marks), 0
+    if isinstance(grad_scale, Tensor):
+        there = address_of("grad_scale", grad_scale, (torch.float64,), device=master.device)
+        if grad_scale.numel() != 1:
+            raise ValueError(f"grad_scale: got {describe(grad_scale)}; wanted one number")
     if compiled and shard is not None and (module := cuda.kernels(master.device)) is not None:
         numbers = formula.native(), step, 1.0 if there else grad_scale, there
         cuda.launch(module.step, master.device, *numbers, shard)
@@ -184,16 +174,6 @@ def step(
         module.step(formula.native(), step, grad_scale, shard, threads)
         return
     _reference(formula, master, moments, grad, param, step, grad_scale, key, first, marks)
-
-
-def _address_of_scale(grad_scale: float | Tensor, device: torch.device) -> int:
-    """0 for a number of the host."""
-    if not isinstance(grad_scale, Tensor):
-        return 0
-    address = address_of("grad_scale", grad_scale, (torch.float64,), device=device)
-    if grad_scale.numel() != 1:
-        raise ValueError(f"grad_scale: got {describe(grad_scale)}; wanted one number")
-    return address
 
 
 @torch.no_grad()
@@ -225,20 +205,15 @@ def _reference(
             halves = (random & 0xFFFF, random >> 16)
         for part, state, signed, half in zip(parts, states, signs, halves, strict=False):
             part.write(state, signed, half)
-        _write(p, low, out)
+        if low.dtype == torch.int16:
+            for part, values in zip((out, low), split(p), strict=True):
+                part.copy_(values)
+            continue
+        low.copy_(p)
+        if out is not None:
+            out.copy_(round_bf16(p.float()) if out.dtype == torch.bfloat16 else p)
     if marks is not None:
         mark(marks, before, seen)
-
-
-def _write(p: Tensor, master: Tensor, param: Tensor | None) -> None:
-    if master.dtype == torch.int16 and param is not None:
-        upper, lower = split(p)
-        param.copy_(upper)
-        master.copy_(lower)
-        return
-    master.copy_(p)
-    if param is not None:
-        param.copy_(round_bf16(p.float()) if param.dtype == torch.bfloat16 else p)
 
 
 # The formulas. One operation per line, none that multiplies and adds at once (lerp_, addcmul_, alpha=): those round

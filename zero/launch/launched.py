@@ -28,11 +28,10 @@ _HERE = "127.0.0.1"
 class Launched:
     """One of the processes that a launcher started.
 
-    Attributes:
-        local_rank, local_world_size: its place among the ranks of its host, and their number; None where nobody says.
-        address: the host of rank 0.
-        port: where rank 0 listens; None: rank 0 takes a free one and tells the others, which are all on this host.
-        job: what only the ranks of this job have in common; "" where no variable says, as under MPICH and Intel MPI.
+    local_rank, local_world_size: its place among the ranks of its host, and their number; None where nobody says.
+    address: the host of rank 0.
+    port: where rank 0 listens; None: rank 0 takes a free one and tells the others, which are all on this host.
+    job: what only the ranks of this job have in common; "" where no variable says, as under MPICH and Intel MPI.
     """
 
     rank: int

@@ -10,7 +10,6 @@ from pathlib import Path
 from zero.launch import backends
 from zero.launch.args.run import RunRequest
 from zero.launch.hosts.addresses import is_this_machine
-from zero.launch.hosts.host_world import HostWorld
 from zero.launch.job import Job, job_of
 from zero.launch.launch_messages import say
 from zero.launch.node.node import run as run_node
@@ -50,15 +49,12 @@ def run(request: RunRequest, groups: Callable[[Sequence[int]], list[str]] = lamb
 
 def lines(job: Job) -> list[str]:
     """What would run where: the hosts and their ranks as comments of a shell, and the command lines."""
-    comments = [comment(job.world, node) for node in range(len(job.world.hosts))]
+    comments = []
+    for node, host in enumerate(job.world.hosts):
+        ranks = job.world.ranks(node)
+        which = f"ranks {ranks[0]} to {ranks[-1]} on devices" if len(ranks) > 1 else f"rank {ranks[0]} on device"
+        comments.append(f"# {host.name}: {which} {','.join(host.devices)}")
     commands = [command.line() for command in backends.commands(job)]
     if len(commands) < len(comments):
         return [*comments, *commands]
     return [line for pair in zip(comments, commands, strict=True) for line in pair]
-
-
-def comment(world: HostWorld, node: int) -> str:
-    """One host, its ranks and its devices, as a comment of a shell."""
-    ranks, host = world.ranks(node), world.hosts[node]
-    which = f"ranks {ranks[0]} to {ranks[-1]} on devices" if len(ranks) > 1 else f"rank {ranks[0]} on device"
-    return f"# {host.name}: {which} {','.join(host.devices)}"

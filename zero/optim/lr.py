@@ -20,15 +20,14 @@ from typing import Any, get_type_hints
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim import Optimizer, lr_scheduler
 
 from zero.config.instead import did_you_mean
 from zero.config.values import Bool, Count, NotNegative, Number, Positive, integer
 
 FromMinusOne = integer(-1)
 PerGroup = NotNegative | list[NotNegative]  # a number for all parameter groups, or one for each
-_OF_TORCH = {"int": Number, "float": Number, "bool": Bool}  # by torch's annotations
+_KINDS = {"int": Number, "float": Number, "bool": Bool}  # by torch's annotations
 PerGroupOrOwn = PerGroup | None  # None: the groups' own rates
 
 
@@ -246,17 +245,13 @@ class OneCycle(Schedule):
         return self.cycle_first_step_size / (self.cycle_first_step_size + self.cycle_second_step_size)
 
     def _lrs(self, iteration: int) -> list[float]:
-        after = self._iterations_after(iteration)
-        if after > 0:
-            factor = self._decay(after, self.decay_lr_rate)
+        if (factor := self._decay(iteration, self.decay_lr_rate)) is not None:
             return [low / factor for low in self.cycle_min_lr]
         return _between(self.cycle_min_lr, self.cycle_max_lr, self._height(iteration))
 
     def _moms(self, iteration: int) -> list[float]:
         """The first beta of each parameter group at an iteration."""
-        after = self._iterations_after(iteration)
-        if after > 0:
-            factor = self._decay(after, self.decay_mom_rate)
+        if (factor := self._decay(iteration, self.decay_mom_rate)) is not None:
             return [high * factor for high in self.cycle_max_mom]
         height = self._height(iteration)
         return [high - (high - low) * height for low, high in zip(self.cycle_min_mom, self.cycle_max_mom, strict=True)]
@@ -275,12 +270,11 @@ class OneCycle(Schedule):
             warnings.warn(f"OneCycle: {name} has no betas, so cycle_momentum has no effect", stacklevel=4)
             self.cycle_momentum = False
 
-    def _iterations_after(self, iteration: int) -> int:
-        """Iterations since the end of the cycle; at most 0 within it."""
-        return iteration - (self.cycle_first_step_size + self.cycle_second_step_size) + 1
-
-    def _decay(self, after: int, rate: float) -> float:
-        """The factor `after` iterations after the cycle; 1 without a step size or a rate."""
+    def _decay(self, iteration: int, rate: float) -> float | None:
+        """The factor after the cycle, 1 without a step size or a rate; None within it."""
+        after = iteration - (self.cycle_first_step_size + self.cycle_second_step_size) + 1
+        if after <= 0:
+            return None
         return 1.0 if self.decay_step_size == 0 or rate == 0 else 1 + rate * after / self.decay_step_size
 
     def _height(self, iteration: int) -> float:
@@ -320,25 +314,29 @@ class LRRangeTest(Schedule):
 
 
 _OURS = {cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)}
+_OF_TORCH = {
+    name: cls
+    for name, cls in inspect.getmembers(lr_scheduler, inspect.isclass)
+    if issubclass(cls, lr_scheduler.LRScheduler) and cls is not lr_scheduler.LRScheduler and name[0] != "_"
+}
+_SCHEDULES: dict[str, type] = {**_OURS, **_OF_TORCH, **_OURS}
 
 
 def schedules() -> list[str]:
     """Every name that `scheduler.type` may have: ours first, then torch's."""
-    return [*_OURS, *(name for name in _torch_schedules() if name not in _OURS)]
+    return list(_SCHEDULES)
 
 
 def build_scheduler(optimizer: Any, type: str, params: Mapping[str, Any] | None = None) -> Any:
     """The scheduler of the JSON section `scheduler`; a ValueError names the path of a wrong value.
 
-    Args:
-        optimizer: a torch optimizer, or a wrapper that has it as `.optimizer`.
-        type: one of `schedules()`: ours by name, else `torch.optim.lr_scheduler.<type>`.
-        params: keyword arguments of the schedule, as in the JSON.
+    optimizer: a torch optimizer, or a wrapper that has it as `.optimizer`; type: one of `schedules()`; params: keyword
+    arguments of the schedule.
     """
     params = params or {}
     if lines := schedule_problems(type, params):
         raise ValueError("\n".join(lines))
-    made, optimizer = _class(type), _torch_optimizer(optimizer)
+    made, optimizer = _SCHEDULES[type], _torch_optimizer(optimizer)
     try:
         if type not in _OURS:
             _try(made, optimizer, params)
@@ -362,12 +360,12 @@ def _try(made: Callable[..., Any], optimizer: Optimizer, params: Mapping[str, An
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real schedule repeats them
         trial = made(Optimizer(groups, dict(optimizer.defaults)), **params)
-        trial.step(*[0.0] * isinstance(trial, ReduceLROnPlateau))
+        trial.step(*[0.0] * isinstance(trial, lr_scheduler.ReduceLROnPlateau))
 
 
 def schedule_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
     """Errors in type and parameters of the JSON section `scheduler` that can be found without an optimizer."""
-    cls = _class(kind)
+    cls = _SCHEDULES.get(kind)
     if cls is None:
         near, known = did_you_mean(str(kind), schedules()), ", ".join(schedules())
         return [f"scheduler.type: unknown schedule {kind!r}{near} There are: {known}"]
@@ -385,7 +383,7 @@ def schedule_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
         for parameter in signature
         if parameter.default is inspect.Parameter.empty and parameter.name not in params
     ]
-    types = {each.name: _OF_TORCH.get(getattr(each.annotation, "__name__", each.annotation), Any) for each in signature}
+    types = {each.name: _KINDS.get(getattr(each.annotation, "__name__", each.annotation), Any) for each in signature}
     types |= get_type_hints(cls, include_extras=True) if cls in _OURS.values() else {}
     for key, value in params.items():
         try:
@@ -418,13 +416,3 @@ def _torch_optimizer(optimizer: Any) -> Any:
     """The torch optimizer inside a wrapper, or the object itself."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) and not isinstance(optimizer, Optimizer) else optimizer
-
-
-def _class(kind: str) -> type | None:
-    return _OURS.get(kind) or _torch_schedules().get(kind)
-
-
-def _torch_schedules() -> dict[str, type]:
-    base = torch.optim.lr_scheduler.LRScheduler
-    public = inspect.getmembers(torch.optim.lr_scheduler, inspect.isclass)
-    return {name: c for name, c in public if issubclass(c, base) and c is not base and name[0] != "_"}

@@ -59,7 +59,7 @@ class MatrixStates(FusedStates):
         self._known: dict[int, list[SharedMatrix]] = {}  # by unit
 
     def rows(self, unit: Unit, group: Group, load: bool = False) -> Iterator[Rows]:
-        if not uses_muon(group) or group.get("beta2") is None:
+        if not group["use_muon"] or group.get("beta2") is None:
             return
         self.loaded, mesh = self.loaded or load, unit.mesh
         mine = mesh.counts and mesh.replica.rank == 0 and (mesh.shard.rank == 0 or not self.loaded)
@@ -71,12 +71,12 @@ class MatrixStates(FusedStates):
                 yield Rows(each.param, matrix.start // matrix.cols, each.rows, self.by_matrix[matrix.name])
 
     def nbytes(self, unit: Unit, group: Group) -> int:
-        means = (self.by_matrix.get(each.matrix.name) for each in self.matrices(unit)) if uses_muon(group) else ()
+        means = (self.by_matrix.get(each.matrix.name) for each in self.matrices(unit)) if group["use_muon"] else ()
         return super().nbytes(unit, group) + sum(each.nbytes for each in means if each is not None)
 
     def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
         super().restart(unit, group, part)
-        for each in self.matrices(unit) if uses_muon(group) else ():
+        for each in self.matrices(unit) if group["use_muon"] else ():
             self.by_matrix.pop(each.matrix.name, None)
 
     def matrices(self, unit: Unit) -> list[SharedMatrix]:
@@ -112,7 +112,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
     def prepare(self, updates: Sequence[Update], world: World) -> None:
         """See `ShardOptimizer.prepare`; computes the directions of all matrices."""
         together: dict[UnitAxes, list[Update]] = {}  # by the ranks that share the matrices
-        for each in (each for each in updates if uses_muon(each.group)):
+        for each in (each for each in updates if each.group["use_muon"]):
             axes = each.unit.mesh.axes
             work = together.setdefault(axes, [])
             work.append(each)
@@ -127,7 +127,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         self, unit: Unit, grad: torch.Tensor, group: Group, factor: float | torch.Tensor, threads: int | None = None
     ) -> None:
         """See `ShardOptimizer.update`; applies the direction that `prepare` computed from gradient and momentum."""
-        if not uses_muon(group):
+        if not group["use_muon"]:
             super().update(unit, grad, group, factor, threads)
             return
         self.states.begin(unit, group)
@@ -205,11 +205,6 @@ def undone_where_nan(factor: float | torch.Tensor, tensors: Iterable[torch.Tenso
     yield
     for each, old in before:
         each.copy_(torch.where(factor.isnan(), old, each))
-
-
-def uses_muon(group: Group) -> bool:
-    """Whether Muon updates the parameters of a group."""
-    return group["use_muon"]
 
 
 def orthogonalized(whole: Matrices, groups: dict[int, Group], one_by_one: bool) -> Matrices:

@@ -52,11 +52,6 @@ class KindBytes(NamedTuple):
         """What the optimizer updates together; off the device one request moves all of it."""
         return self.masters + self.moments
 
-    @property
-    def state(self) -> StateBytes:
-        """In the three kinds of the paper."""
-        return StateBytes(self.parameters, self.gradients, self.record)
-
 
 class UnitBytes(NamedTuple):
     """Bytes of one rank's part of one unit by place, between the uses of the unit; each kind is in one place only."""

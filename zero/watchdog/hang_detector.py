@@ -149,7 +149,7 @@ class HangDetector(threading.Thread):
             return
         self._said, self._next = waiting, now + AGAIN
         self._store.ask()
-        there = report.hang_report(self._peers.view(), waiting.collective.text)
+        there = self._there(self._peers.view(), waiting)
         logger.log(logging.WARNING, "%s; %s", self._subject(waiting, age), there)
 
     def _answer(self, now: float) -> None:

@@ -38,11 +38,6 @@ class Peers:
         """Seconds since the store last answered; inf if its connection is closed."""
         return time.monotonic() - self.answered
 
-    @property
-    def records(self) -> list[Record]:
-        """The records of all ranks that have written one."""
-        return [record for record, _ in self._seen.copy().values()]
-
     def view(self) -> View:
         """The view from the last read."""
         seen = self._seen.copy().items()

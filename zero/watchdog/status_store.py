@@ -103,7 +103,7 @@ class StatusStore(threading.Thread):
             self._fault = 0
         record = status.record(time.monotonic_ns(), self._fault)
         if barrier.rank == 0:  # all wait for this rank: its progress includes that of the ranks it waits for
-            others = (record.progress for record in self.peers.records)
+            others = (seen.record.progress for seen in self.peers.view().others.values())
             record = replace(record, progress=sum(others, record.progress))
         barrier.set(f"{barrier.prefix}status/{status.rank}", record.to_json().encode())
         asked = self._asked

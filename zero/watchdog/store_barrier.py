@@ -299,27 +299,21 @@ class StoreBarrier:
 def _answer(
     values: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any], ranks: Sequence[int]
 ) -> dict[str, Any]:
-    """What to tell all ranks."""
-    wrong = {rank: one for rank, one in zip(ranks, values, strict=True) if "error" in one}
+    """What to tell all ranks; errors of some as one, which names the ranks unless all have the same."""
+    texts: dict[str, list[int]] = {}
+    wrong = [(rank, one) for rank, one in zip(ranks, values, strict=True) if "error" in one]
+    for rank, one in wrong:
+        texts.setdefault(one["error"], []).append(rank)
+    if len(texts) == 1 and len(wrong) == len(values):
+        return wrong[0][1]
     if wrong:
-        return _merged(wrong, len(values))
+        return wrong[0][1] | {"error": "; ".join(f"{ranks_text(those)}: {text}" for text, those in texts.items())}
     try:
         return {"value": decide([one["value"] for one in values])}
     except (OSError, ValueError, RuntimeError) as error:
         problem = _error_of(error)
         there = f"rank {ranks[0]}: " if isinstance(error, OSError) and len(values) > 1 else ""
         return problem | {"error": there + problem["error"]}
-
-
-def _merged(wrong: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any]:
-    """The errors of some ranks as one, which names them unless all have the same."""
-    texts: dict[str, list[int]] = {}
-    for rank, one in wrong.items():
-        texts.setdefault(one["error"], []).append(rank)
-    first = next(iter(wrong.values()))
-    if len(texts) == 1 and len(wrong) == world_size:
-        return first
-    return first | {"error": "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in texts.items())}
 
 
 def _error_of(error: BaseException) -> dict[str, Any]:

@@ -187,24 +187,21 @@ class Watchdog:
         If messages end on the device, the current stream waits; this thread, too, if `on_host`.
         """
         with self.events.waiting(collective):
-            self._wait(works, collective, on_host)
-
-    def _wait(self, works: Iterable[dist.Work], collective: Collective, on_host: bool) -> None:
-        waiting, device = Waiting(collective, time.monotonic(), threading.get_ident()), self._device
-        try:
-            if device is None:
-                self.status.waiting = waiting
-                for work in works:
-                    work.wait()
-            else:
-                device.order(works, collective, on_host)
-                if self.broken:  # the received values are invalid
-                    raise RuntimeError(self.status.gave_up)
-        except RuntimeError as error:
-            raise self.explained(waiting, error) from error
-        finally:
-            if self.status.waiting is waiting:  # else another thread waits by now
-                self.status.waiting = None
+            waiting, device = Waiting(collective, time.monotonic(), threading.get_ident()), self._device
+            try:
+                if device is None:
+                    self.status.waiting = waiting
+                    for work in works:
+                        work.wait()
+                else:
+                    device.order(works, collective, on_host)
+                    if self.broken:  # the received values are invalid
+                        raise RuntimeError(self.status.gave_up)
+            except RuntimeError as error:
+                raise self.explained(waiting, error) from error
+            finally:
+                if self.status.waiting is waiting:  # else another thread waits by now
+                    self.status.waiting = None
 
     @contextlib.contextmanager
     def sending(self, collective: Collective) -> Iterator[None]:

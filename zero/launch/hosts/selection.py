@@ -78,7 +78,10 @@ def _slots(spec: str, hosts: Sequence[Host], flag: str) -> dict[str, frozenset[s
     chosen: dict[str, frozenset[str]] = {}
     problems: list[str] = []
     for part in spec.split("@"):
-        name, slots = _parted(part.strip(), pool)
+        name, slots = part.strip(), None
+        if name not in pool and ":" in name:  # a name may have colons of its own, as an IPv6 address has
+            name, _, slots = name.rpartition(":")
+            name = name.strip()
         if not name or (slots is not None and not all(word.strip() for word in slots.split(","))):
             problems.append(f"{flag}: got {part!r} in {spec!r}; {_WANTED}")
         elif name not in pool:
@@ -89,14 +92,6 @@ def _slots(spec: str, hosts: Sequence[Host], flag: str) -> dict[str, frozenset[s
             problems += [f"{flag}: {text}" for text in wrong]
     raise_all(list(dict.fromkeys(problems)))
     return chosen
-
-
-def _parted(part: str, pool: dict[str, Host]) -> tuple[str, str | None]:
-    """Name and slots of one host's part. A name may have colons of its own, as an IPv6 address has."""
-    if part in pool or ":" not in part:
-        return part, None
-    name, _, slots = part.rpartition(":")
-    return name.strip(), slots
 
 
 def _named(slots: str | None, host: Host) -> tuple[frozenset[str], list[str]]:

@@ -50,11 +50,10 @@ def run(request: RunRequest, groups: Callable[[Sequence[int]], list[str]] = lamb
 class Node:
     """The launcher on one host, and what it has to look after.
 
-    Attributes:
-        outputs: where the lines of the ranks go; None where they write to our own stdout and stderr.
-        signals: those that have come and were not acted on yet.
-        descendants: the ranks, and all that they start.
-        stopped_by: the signal that ended it; None so far.
+    outputs: where the lines of the ranks go; None where they write to our own stdout and stderr.
+    signals: those that have come and were not acted on yet.
+    descendants: the ranks, and all that they start.
+    stopped_by: the signal that ended it; None so far.
     """
 
     def __init__(self, request: RunRequest, plan: NodePlan, rendezvous: RendezvousClient) -> None:
@@ -84,7 +83,11 @@ class Node:
     def _attempts(self, scratch: str) -> int:
         rendezvous = self.rendezvous
         rendezvous.open()
-        self._listen()
+        # Take stdin from the ranks of several hosts, and hear there the launcher that has started this one.
+        if self._started_by_launcher:
+            LauncherPipe(self.signals, rendezvous.relay, SILENCE if self._plan.node == 0 else None)
+        elif rendezvous.host is not None:
+            os.close(take_stdin())
         if not self._wait(lambda: rendezvous.run_id):
             return self._ended()
         shared = {**self._plan.shared, **rendezvous.environment()}
@@ -108,13 +111,6 @@ class Node:
             if self.stopped_by is not None or outcome is None or not outcome.restart:
                 return self._ended()
             self._say_outcome()
-
-    def _listen(self) -> None:
-        """Take stdin from the ranks of several hosts, and hear there the launcher that has started this one."""
-        if self._started_by_launcher:
-            LauncherPipe(self.signals, self.rendezvous.relay, SILENCE if self._plan.node == 0 else None)
-        elif self.rendezvous.host is not None:
-            os.close(take_stdin())
 
     def _wait(self, ready: Callable[[], object]) -> object:
         """What `ready` returns once that is something; None where a signal or the end of the job comes first."""

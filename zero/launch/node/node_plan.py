@@ -148,8 +148,16 @@ def _alone(request: RunRequest, gpus: int) -> _ThisHost:
             raise LaunchError(f"{flag}: got {value}, but there is this machine only; name others with --hostfile")
     choice = request.hosts.choice(None, request.num_gpus)
     if not (choice.include or choice.exclude):
-        ranks, notes = _ranks(request, gpus)
-        return _ThisHost(HostWorld((Host("localhost", numbered(ranks)),)), 0, None, tuple(notes))
+        ranks, notes = request.num_gpus, ()
+        if ranks is None:
+            ranks = gpus or 1
+            notes = () if gpus else ("no GPU is visible: 1 process on the CPU (--num_gpus N starts N)",)
+        elif ranks > gpus > 0:
+            raise LaunchError(
+                f"--num_gpus: got {ranks}, but {counted(gpus, 'GPU')} {'are' if gpus > 1 else 'is'} visible; "
+                "hide them with CUDA_VISIBLE_DEVICES= to run on the CPU"
+            )
+        return _ThisHost(HostWorld((Host("localhost", numbered(ranks)),)), 0, None, notes)
     if not gpus:
         raise LaunchError("--include and --exclude choose from a hostfile's slots or from GPUs, and no GPU is visible")
     seen = visible(os.environ)
@@ -158,19 +166,6 @@ def _alone(request: RunRequest, gpus: int) -> _ThisHost:
     name = next((name for name in names if is_this_machine(name)), "localhost")
     chosen = selection.select([Host(name, pool)], choice)
     return _ThisHost(HostWorld(chosen), 0, chosen[0].devices)
-
-
-def _ranks(request: RunRequest, gpus: int) -> tuple[int, list[str]]:
-    if request.num_gpus is None:
-        if gpus:
-            return gpus, []
-        return 1, ["no GPU is visible: 1 process on the CPU (--num_gpus N starts N)"]
-    if gpus and request.num_gpus > gpus:
-        raise LaunchError(
-            f"--num_gpus: got {request.num_gpus}, but {counted(gpus, 'GPU')} {'are' if gpus > 1 else 'is'} visible; "
-            "hide them with CUDA_VISIBLE_DEVICES= to run on the CPU"
-        )
-    return request.num_gpus, []
 
 
 def _bound(request: RunRequest, ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -43,12 +43,11 @@ class RendezvousClient:
     where: the address and the port by which the other hosts know the first one. server: on the first host, where what
     happens is told and heard without a connection. port: where rank 0 is to listen, if that was chosen on one machine.
 
-    Attributes:
-        node: the number of this host in the job.
-        started: the attempt that was started last.
-        over: whether all ranks of all hosts have succeeded.
-        end: what ended the job, as far as this host knows; no attempt follows.
-        run_id: the name of the run, once all hosts have come.
+    node: the number of this host in the job.
+    started: the attempt that was started last.
+    over: whether all ranks of all hosts have succeeded.
+    end: what ended the job, as far as this host knows; no attempt follows.
+    run_id: the name of the run, once all hosts have come.
     """
 
     def __init__(

@@ -77,8 +77,7 @@ class RendezvousServer:
 
     where: the address and the port by which the other hosts know this one; not listened at where there are none.
 
-    Attributes:
-        addresses: those of this machine that the other hosts use, once they have come.
+    addresses: those of this machine that the other hosts use, once they have come.
     """
 
     def __init__(self, terms: Terms, where: tuple[str, int]) -> None:
@@ -118,7 +117,27 @@ class RendezvousServer:
     def handle(self, node: int | None, message: dict[str, Any]) -> None:
         """Take a message of the host `node`, which has come; None: of the launcher that has started the hosts."""
         with self._lock:
-            self._handle(node, message)
+            kind = message["kind"]
+            if kind == "lost":
+                self._drop(message["node"], message["text"], message["status"])
+            elif kind == "end":
+                self._end(AttemptEnd(message["text"], message["status"], node, signal=message["signal"]))
+            elif self._final or message.get("attempt") != self._attempt.number:
+                return  # a heartbeat; or it has not yet heard how the job, or that attempt, ended
+            elif kind == "ready":
+                self._attempt.ready.add(node)
+                self._start_attempt()
+            elif kind == "done":
+                self._attempt.done.add(node)
+                if self._attempt.running and self._attempt.done >= self._left:
+                    self._final = True
+                    self._tell("over")
+            elif kind == "failed":
+                if not self._attempt.failures:
+                    timer = threading.Timer(SETTLE_ALONE if self._alone else SETTLE, self.decide, [self._attempt])
+                    timer.daemon = True
+                    timer.start()
+                self._attempt.failures += [Failure(**failure) for failure in message["failures"]]
 
     def _run(self) -> None:
         """Let the others in, and tell them every second that this one is here."""
@@ -178,29 +197,6 @@ class RendezvousServer:
                 if node is not None:
                     self._members.pop(node, None)
                     self._drop(node, why, 1)
-
-    def _handle(self, node: int | None, message: dict[str, Any]) -> None:
-        kind = message["kind"]
-        if kind == "lost":
-            self._drop(message["node"], message["text"], message["status"])
-        elif kind == "end":
-            self._end(AttemptEnd(message["text"], message["status"], node, signal=message["signal"]))
-        elif self._final or message.get("attempt") != self._attempt.number:
-            return  # a heartbeat; or it has not yet heard how the job, or that attempt, ended
-        elif kind == "ready":
-            self._attempt.ready.add(node)
-            self._start_attempt()
-        elif kind == "done":
-            self._attempt.done.add(node)
-            if self._attempt.running and self._attempt.done >= self._left:
-                self._final = True
-                self._tell("over")
-        elif kind == "failed":
-            if not self._attempt.failures:
-                timer = threading.Timer(SETTLE_ALONE if self._alone else SETTLE, self.decide, [self._attempt])
-                timer.daemon = True
-                timer.start()
-            self._attempt.failures += [Failure(**failure) for failure in message["failures"]]
 
     def _admit(self, connection: Connection, hello: dict[str, Any]) -> int | None:
         """The number of the host at the other end; None where it is refused."""

@@ -81,8 +81,7 @@ class ProcessGroup:
     signals: where `caught` notes them, if the caller has called that already.
     descendants: of the caller, who ends them; without, what the processes leave here is killed with them.
 
-    Attributes:
-        stopped_by: the signal that came first.
+    stopped_by: the signal that came first.
     """
 
     patience = 7.0
@@ -202,7 +201,13 @@ class ProcessGroup:
             for process in self.processes:
                 process.heard()  # as far as we know
         else:
-            self._read()
+            self._selector.select(_TURN)
+            for key in list(self._selector.get_map().values()):
+                process, stream = key.data
+                if (lines := process.read(stream)) is None:
+                    self._close(process, stream)
+                else:
+                    self._receive(process, stream, lines)
         for process in [process for process in self._running if process.ended()]:
             self._running.remove(process)
             for stream in process.streams:
@@ -216,15 +221,6 @@ class ProcessGroup:
         self.tick()
         while self._agenda and self._agenda[0][0] <= time.monotonic():
             self._agenda.pop(0)[1]()
-
-    def _read(self) -> None:
-        self._selector.select(_TURN)
-        for key in list(self._selector.get_map().values()):
-            process, stream = key.data
-            if (lines := process.read(stream)) is None:
-                self._close(process, stream)
-            else:
-                self._receive(process, stream, lines)
 
     def _close(self, process: Process, stream: OutputStream) -> None:
         self._receive(process, stream, process.rest(stream))

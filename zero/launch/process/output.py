@@ -63,8 +63,7 @@ def prefixed(prefix: bytes, lines: bytes) -> bytes:
 class _OutputWriter:
     """A thread that writes one file descriptor: whoever does not read must not keep the rest waiting.
 
-    Attributes:
-        error: why nothing can be written any more; what comes then is dropped.
+    error: why nothing can be written any more; what comes then is dropped.
     """
 
     def __init__(self, fd: int | None) -> None:

@@ -66,12 +66,11 @@ class OutputStream:
 class Process:
     """A program that is started in a session of its own: a Ctrl-C of the terminal is for us, who hand it on.
 
-    Attributes:
-        name: the host, or the program where that starts all hosts.
-        status: its exit status as a shell says it, once it has ended.
-        killed_by: the signal that ended it; None where none did.
-        last_line: what it wrote last on stderr, but for torch's log.
-        streams: its stdout and stderr; empty where it has ours.
+    name: the host, or the program where that starts all hosts.
+    status: its exit status as a shell says it, once it has ended.
+    killed_by: the signal that ended it; None where none did.
+    last_line: what it wrote last on stderr, but for torch's log.
+    streams: its stdout and stderr; empty where it has ours.
     """
 
     def __init__(self, name: str, command: Command) -> None:

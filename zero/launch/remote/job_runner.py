@@ -97,8 +97,7 @@ class NodeGroup(ProcessGroup):
     What ends a job is decided on the first host. Here that one is told of signals and of other hosts that are lost, and
     its end is that of the job: the others have heard of it or are told, and have `patience` seconds to end.
 
-    Attributes:
-        status: the exit status of the job; that of the first host, or 128 + the signal that stopped the launcher.
+    status: the exit status of the job; that of the first host, or 128 + the signal that stopped the launcher.
     """
 
     def __init__(self, processes: Sequence[Process], descendants: Descendants | None = None) -> None:

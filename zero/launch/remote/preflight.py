@@ -33,8 +33,7 @@ _MOST = 64 * 1024  # bytes of a host's output that are kept
 class ProbeGroup(ProcessGroup):
     """Runs one short program per host, and keeps what it writes.
 
-    Attributes:
-        late: the names of those that did not end in time.
+    late: the names of those that did not end in time.
     """
 
     patience = 0.0
@@ -135,8 +134,7 @@ def _answer(out: str) -> dict[str, Any] | None:
 
 
 def _last(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def versions() -> dict[str, str]:

@@ -86,15 +86,8 @@ class TorchAccelerator:
         """Whether a call returns only when the device has done it."""
         return self._name == "cpu"
 
-    def manual_seed(self, seed: int) -> None:
-        """Seed the generators of the CPU and of all GPUs."""
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def empty_cache(self) -> None:
-        """Give memory back that the device's allocator keeps."""
-        torch.cuda.empty_cache()
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)  # of the CPU and of all GPUs
+    empty_cache = staticmethod(torch.cuda.empty_cache)  # which torch.cpu lacks
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies on such a device."""

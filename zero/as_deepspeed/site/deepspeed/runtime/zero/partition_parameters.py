@@ -185,8 +185,7 @@ def _reduce(self: Placeholder, protocol: Any) -> Any:
     return unsaved, (self.parameter,)
 
 
-for _name, _value in {"cpu": _cpu, "__reduce_ex__": _reduce}.items():
-    setattr(Placeholder, _name, _value)
+Placeholder.cpu, Placeholder.__reduce_ex__ = _cpu, _reduce
 
 
 def _attribute(name: str, value: Callable[[nn.Parameter], Any] | str) -> property:
