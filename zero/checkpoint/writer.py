@@ -33,7 +33,7 @@ FILES = {"weight": "weights", "buffer": "weights", "master": "masters", "tensor"
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one rank writes in one save, and where.
+    """The files of one rank in one save.
 
     place:  the folder of the tag; save: see `Index`; latest: whether the file of that name will name it;
     forms:  all chunks of this rank; the values may be on the meta device;

@@ -57,7 +57,7 @@ class Mesh:
         return self.shard.rank * self.replica.size + self.replica.rank
 
     def counted_span(self, layout: Layout) -> Span:
-        """What this rank counts and writes of a unit with this layout; nothing where others do for it."""
+        """The span of a unit with this layout that this rank counts and writes; empty where others do for it."""
         span = layout.shard(self.span, self.data.size)
         return span if self.counts else span._replace(numel=0)
 

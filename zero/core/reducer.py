@@ -380,7 +380,7 @@ class Reducer:
             self._fire(backward)
 
     def _landing_factor(self, backward: Backward) -> float:
-        """What a gradient that lands is multiplied by, so that all that add up have one scale."""
+        """The factor of a gradient that lands, by which all that add up have one scale."""
         scale = self.scale
         if backward.loss_scale is None and scale != 1.0 and not self._warned:
             self._warned = True

@@ -52,7 +52,7 @@ class ShardReduction:
         self.advance(into)
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What is in memory for it now, perhaps several views of the same: what becomes the sum, and all else."""
+        """The tensors in memory for it now, perhaps views of the same: those that become the sum, and all others."""
         return [], _messages(self._inbox)
 
 

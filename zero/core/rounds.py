@@ -25,7 +25,7 @@ from zero.watchdog.hang_report import difference_text
 
 
 class Verb(enum.IntEnum):
-    """What a rank that runs a round tells those that do not, with a number.
+    """The kinds of message from a rank that runs a round to those that do not; each carries a number.
 
     GATHER, REDUCE: it begins to, the unit of that index. SUM: all reductions have begun, and it waits for their sums.
     END: of the round; so many numbers follow, the order of uses that it has learnt. FAILED: by an exception; so many

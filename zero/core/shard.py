@@ -248,7 +248,7 @@ class Shard:
         return True
 
     def snapshot(self, index: int) -> torch.Tensor:
-        """What this rank's shard says of parameter `index` now, for `take` to tell later what has changed."""
+        """A copy of this rank's part of parameter `index`, by which `take` finds later what has changed."""
         fragment = self.fragment(index)
         with self.acquired():
             part = self.values.narrow(0, fragment.at, fragment.numel)

@@ -97,7 +97,7 @@ class ShardedModule:
 
     @property
     def handles(self) -> list[RemovableHandle]:
-        """Of all our hooks on modules."""
+        """The handles of all our hooks on modules."""
         return [handle for handles in self._handles.values() for handle in handles]
 
     @property

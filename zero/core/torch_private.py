@@ -31,7 +31,7 @@ zero_each = torch._foreach_zero_
 
 
 def storage_id(tensor: torch.Tensor) -> int | None:
-    """What tells a tensor's memory from all other: equal for all views of one storage; None where it has none."""
+    """The identity of a tensor's memory, equal for all views of one storage; None where it has none."""
     try:
         return tensor.untyped_storage()._cdata
     except NotImplementedError:  # a sparse tensor, or one inside vmap
@@ -135,7 +135,7 @@ def run_post_accumulate_hooks(tensor: torch.Tensor) -> None:
 
 
 def pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """What is registered to run before the module's forward, in order."""
+    """The module's forward pre-hooks, in order."""
     return list(module._forward_pre_hooks.values())
 
 

@@ -222,7 +222,7 @@ class ShardedParams:
             raise self.absence()
 
     def snapshot(self, index: int) -> torch.Tensor | None:
-        """What this rank's shard says of parameter `index` now, for `overwrite` to tell later what has changed."""
+        """A copy of this rank's part of parameter `index`, by which `overwrite` finds later what has changed."""
         return self.shard.snapshot(index)
 
     def overwrite(self, index: int, source: int, before: torch.Tensor | None = None) -> None:

@@ -89,7 +89,7 @@ def with_parts(owner: Owner, own: torch.Tensor) -> torch.Tensor:
 
 
 def own_part(owner: Owner, full: torch.Tensor) -> torch.Tensor:
-    """What of a full parameter is this rank's parameter, [numel]."""
+    """The part of a full parameter that is this rank's parameter, [numel]."""
     cut = owner.unit.plan.params[owner.index].cut
     if cut is None:
         return full.reshape(-1)

@@ -204,7 +204,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def slow_backend(device: torch.device, backend: str) -> str:
-    """What to say of a model on a GPU whose messages are not sent by NCCL."""
+    """The warning about a model on a GPU whose messages are not sent by NCCL."""
     return (
         f"the model is on {device.type} and the process group sends over {backend or 'no backend of that device'}: "
         "each gather and each reduction is copied to host memory, sent from there, and copied back, which costs "

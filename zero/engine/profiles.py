@@ -1,4 +1,4 @@
-"""What of a run is profiled: `flops_profiler`, `comms_logger`, `zero.profile` and `wall_clock_breakdown`'s waits."""
+"""The profiles of a run: `flops_profiler`, `comms_logger`, `zero.profile` and `wall_clock_breakdown`'s waits."""
 
 from __future__ import annotations
 

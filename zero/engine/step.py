@@ -61,7 +61,7 @@ from zero.watchdog.hang_report import Phase
 
 
 class Forms(NamedTuple):
-    """What divides a model's sequences among ranks, and its layers; None for what is not divided."""
+    """The division of a model's sequences and layers among ranks; None for what is not divided."""
 
     sharing: SharedSequences | None = None
     tensors: CutModel | None = None

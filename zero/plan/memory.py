@@ -49,7 +49,7 @@ class KindBytes(NamedTuple):
 
     @property
     def record(self) -> int:
-        """What the optimizer updates together; off the device one request moves all of it."""
+        """The bytes that the optimizer updates together; off the device one request moves all of them."""
         return self.masters + self.moments
 
 
@@ -160,7 +160,7 @@ class Scheme:
         return self.placements or [Placement(Where.DEVICE, Where.DEVICE)] * count
 
     def held(self, units: Sequence[UnitPlan], rank: Parts = 0) -> list[UnitBytes]:
-        """What each unit keeps on this rank of the shard axis, or on this one of each; see `unit_bytes`.
+        """The bytes of each unit on this rank of the shard axis, or on this one of each; see `unit_bytes`.
 
         Ranks differ only where the moments of large parameters alone are in fewer bits.
         """
@@ -248,7 +248,7 @@ class HostBytes(NamedTuple):
 
 
 def host_bytes(held: Sequence[UnitBytes], buffer_count: int, param_buffer_count: int) -> HostBytes:
-    """What these units keep off the device.
+    """The bytes of these units off the device.
 
     `buffer_count`: buffers, each as large as the largest record in a file; `param_buffer_count`: the same for shards of
     parameters.

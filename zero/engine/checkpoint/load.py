@@ -41,7 +41,7 @@ from zero.optim.optimizer import ZeroOptimizer
 
 
 class Values(NamedTuple):
-    """What a checkpoint holds for one rank beside the model's tensors.
+    """The contents of a checkpoint for one rank, without the model's tensors.
 
     shared, own: for `restore`; shared is None in a checkpoint that another program has written, own where no random
     numbers were saved. extra: what modules gave by `get_extra_state`, by name in a state_dict. steps: of the optimizer.

@@ -1,4 +1,4 @@
-"""What a run needs to go on besides weights and optimizer state: taken from one engine, put into another.
+"""The state of a run besides weights and optimizer state: taken from one engine, put into another.
 
 `shared_state` is the same on all ranks: plain values and tensors, as `zero.checkpoint.plain_values` encodes; they are
 not copies, so encode them before training goes on. Each rank's own are its random numbers, see `random_state`.

@@ -1,4 +1,4 @@
-"""What one rank has to save of an engine: its part of every unit, each element once over all ranks, on every stage."""
+"""The part of an engine that one rank saves: of every unit, each element once over all ranks, on every stage."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SavedState:
         self._whole = _whole_chunks("buffer", self._buffers)
 
     def request(self) -> dict[str, Any]:
-        """What rank 0 must know of it before anything is written, as JSON."""
+        """The facts that rank 0 must know before anything is written, as JSON."""
         nbytes = sum(form.values.nbytes for forms in self.forms.values() for form in forms)
         alone = self._world.size == 1
         return {
@@ -206,7 +206,7 @@ def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _digest(value: torch.Tensor) -> list[Any]:
-    """What is equal for equal tensors, and hardly ever else; JSON."""
+    """A digest of a tensor; JSON."""
     flat = value.detach().cpu().contiguous()
     return [dtype_name(value.dtype), list(value.shape), crc32(host_bytes(flat))]
 

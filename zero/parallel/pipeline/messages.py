@@ -1,4 +1,4 @@
-"""What stages hand to each other: activations one way, and their gradients the other.
+"""The messages between stages: activations one way, and their gradients the other.
 
 A message is the tensors of a value, one after the other. What form the value has (nesting, shapes, dtypes, numbers) is
 sent once for each form of a micro-batch, ahead of the first such value: micro-batches of other lengths or sizes have
@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
 
 def form_of(tensor: torch.Tensor) -> Form:
-    """What the rank that receives the tensor must know."""
+    """The form of the tensor, for the rank that receives it."""
     as_it_is = tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() != tensor.stride()
     needs_grad = tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
     return Form(tuple(tensor.shape), tensor.dtype, needs_grad, () if as_it_is else tensor.stride())
