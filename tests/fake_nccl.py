@@ -1,7 +1,9 @@
 """A backend that behaves as NCCL does in what matters, between tensors on the stand-in for a GPU.
 
 - A call returns at once, and so does `wait()`: it orders the device's work, and the host knows nothing of the message.
-- Collectives of one communicator run one after the other; two communicators run beside each other.
+- Calls of one communicator run one after the other; two communicators run beside each other.
+- The first call connects all ranks of a communicator. Messages from rank to rank run together in a batch; outside of it
+  they are noted as "send" and "recv", for which NCCL would make a communicator of two ranks.
 - Ranks that begin different ones on a communicator, or not all of them, never see them end.
 - Tensors that lie on the host, or whose elements lie apart, are refused. Messages carry no tags.
 
@@ -14,7 +16,7 @@ import contextlib
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -79,6 +81,7 @@ class FakeNccl(dist.ProcessGroup):
         self._hosts = dist.ProcessGroupGloo(dist.PrefixStore("hosts", store), rank, size, FOREVER) if hosts else None
         self._works: queue.SimpleQueue = queue.SimpleQueue()
         self._open: list[FakeWork] = []
+        self._batch: list[tuple[FakeWork, Callable]] | None = None  # that is being collected
         self._aborted = False
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -111,15 +114,33 @@ class FakeNccl(dist.ProcessGroup):
         return self._collective("all_reduce", tensors, tensors, how)
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> FakeWork:
-        return self._begin("send", tensors, [], lambda sent: self._gloo.send([sent], to, 0).wait())
+        return self._message("send", tensors, [], lambda sent: (self._gloo.send([sent], to, 0), None))
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> FakeWork:
-        def receive(_: None) -> torch.Tensor:
+        def receive(_: None) -> tuple[dist.Work, torch.Tensor]:
             values = torch.empty(tensors[0].shape, dtype=tensors[0].dtype)
-            self._gloo.recv([values], source, 0).wait()
-            return values
+            return self._gloo.recv([values], source, 0), values
 
-        return self._begin("recv", [], tensors, receive)
+        return self._message("recv", [], tensors, receive)
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Messages that are begun inside run together."""
+        self._batch = []
+        try:
+            yield
+        finally:
+            batch, self._batch = self._batch, None
+            if batch:
+                self.begun.append("batch")
+                self._works.put(batch)
+
+    def _message(self, text: str, sources: list, targets: list, post: Callable) -> FakeWork:
+        def exchange(sent: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
+            work, values = post(sent)
+            return lambda: work.wait() and values
+
+        return self._begin(text, sources, targets, exchange)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
@@ -177,24 +198,31 @@ class FakeNccl(dist.ProcessGroup):
             if not tensor.is_contiguous() or tensor.dtype in UNKNOWN:
                 raise ValueError(f"Tensors must be contiguous, and of a dtype that NCCL knows: {text}")
             self._device.touch(tensor, any(tensor is each for each in targets))
-        self.begun.append(text)
         work = FakeWork(text, sources, targets, self._device)
         self._open.append(work)
         self._device.on_way.append(work)
         self._device.begun(work)
-        self._works.put((work, exchange))
+        if self._batch is not None:
+            self._batch.append((work, exchange))
+        else:
+            self.begun.append(text)
+            self._works.put([(work, exchange)])
         return work
 
     def _run(self) -> None:
+        connected = False
         with contextlib.suppress(RuntimeError):  # the other rank is gone
-            while (next_one := self._works.get()) is not None:
-                work, exchange = next_one
-                received = exchange(*work.sent or [None])
-                if self._aborted or (received is None and work.targets):
-                    return  # nothing of this communicator will ever end
-                work.received = [received]
-                self._open.remove(work)
-                work.done.set()
+            while (batch := self._works.get()) is not None:
+                if not connected:
+                    connected = bool(self._everyone(torch.zeros(1)))
+                begun = [(work, exchange(*work.sent or [None])) for work, exchange in batch]
+                for work, received in begun:
+                    values = received() if callable(received) else received
+                    if self._aborted or (values is None and work.targets):
+                        return  # nothing of this communicator will ever end
+                    work.received = [values]
+                    self._open.remove(work)
+                    work.done.set()
 
 
 def on_fake_nccl(patch: pytest.MonkeyPatch, hosts: bool = False, device: StandIn | None = None) -> StandIn:
@@ -203,9 +231,16 @@ def on_fake_nccl(patch: pytest.MonkeyPatch, hosts: bool = False, device: StandIn
     `hosts`: over gloo, too, as after `init_process_group()`; `device`: this one, by default a new one.
     """
     device, of_hosts = device or StandIn(), "gloo" if hosts else ""
-    for name in ("core.world", "optim.norm"):
+    for name in ("core.world", "core.p2p", "optim.norm"):
         patch.setattr(f"zero.{name}.backend_of", lambda group, there: "nccl" if there.type == "cuda" else of_hosts)
     patch.setattr("zero.core.world.nccl_options", lambda timeout: "those of NCCL")
+
+    def together(ops: list[dist.P2POp], plain: Callable = dist.batch_isend_irecv) -> list[dist.Work]:
+        native = isinstance(ops[0].group, FakeNccl) and device.holds(ops[0].tensor)
+        with ops[0].group.batch() if native else contextlib.nullcontext():
+            return plain(ops)
+
+    patch.setattr(dist, "batch_isend_irecv", together)
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore(NAME, dist.distributed_c10d._get_default_store())
     dist.barrier()  # another rank may still be connecting to this one

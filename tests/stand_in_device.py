@@ -58,12 +58,16 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 class StandInEvent(Event):
-    """Passed when all is there that the stream of the device waits for."""
+    """Passed when all is there that the stream of the device waited for when it was recorded."""
 
     of: StandIn
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.of.events += 1
+
+    def record(self, stream: Any = None) -> None:
+        super().record(stream)
         self._messages = [message for message in self.of.on_way if message.ordered]
 
     def query(self) -> bool:
@@ -104,8 +108,8 @@ class StandIn:
     """Inside, torch.cuda has it, on this thread, and the kernels of zero run on it.
 
     on_way: messages that have not landed; waited: where in the product the host waited for the device; launches: of
-    our kernels. A class that derives from it learns of what is done there: `taken`, `computed`, `read`, `keep`,
-    `begun`, `ordered`.
+    our kernels; events: that were made. A class that derives from it learns of what is done there: `taken`,
+    `computed`, `read`, `keep`, `begun`, `ordered`.
     """
 
     stream_class, event_class = Stream, StandInEvent
@@ -115,7 +119,7 @@ class StandIn:
         self._marks: dict[int, StorageWeakRef] = {}  # while one is there, no other storage has its place
         self.on_way: list[Message] = []
         self.waited: list[str] = []
-        self.launches = 0
+        self.launches = self.events = 0
         self.here = threading.local()  # `made_on`: whether what this thread makes now is on the device, if it was said
         self._modes = _Names(self), _Kernels(self)
         self._patch = pytest.MonkeyPatch()
@@ -187,6 +191,7 @@ class StandIn:
     def waits(self, what: str) -> None:
         """The host waits for the device, here."""
         frames = [each for each in traceback.extract_stack() if each.filename.startswith(PRODUCT)]
+        frames = [each for each in frames if not each.filename.endswith("memory/streams.py")]
         if frames:  # else it is the test that looks
             self.waited.append(f"{what} in {frames[-1].filename.removeprefix(PRODUCT)}, {frames[-1].name}")
 

@@ -9,7 +9,6 @@ called. Modules that the JSON names under `zero.recompute` need neither.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
@@ -19,11 +18,10 @@ from torch import nn
 
 from zero.config import Config, ConfigError, load
 from zero.core.agree import alike
-from zero.core.world import Axis, backend_of, local_device
+from zero.core.world import Axis, axis_of
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER, SeedTracker
 from zero.recompute.saved_inputs import ALONE, NO_NUMBER, InputStore
-from zero.watchdog.watchdog import Watchdog
 
 __all__ = [
     "checkpoint",
@@ -126,12 +124,9 @@ def _axis(mpu: Any) -> Axis:
         group = getattr(mpu, name)()
     if not dist.is_initialized():
         raise ValueError("mpu_: there is no process group yet; call zero.init_distributed() first")
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    if rank < 0:
+    if dist.get_rank(group) < 0:
         raise ValueError(f"mpu_: its group does not hold this process (rank {dist.get_rank()})")
-    ranks = tuple(dist.get_process_group_ranks(group))
-    native = backend_of(group, local_device()) == "nccl"
-    return Axis(weakref.ref(group), size, rank, native, Watchdog(dist.get_rank()), ranks)
+    return axis_of(group)
 
 
 def _config(source: Any) -> Config:

@@ -90,7 +90,7 @@ def _end(message: str, text: str, parted: bool = False) -> None:
             fcntl.flock(said, fcntl.LOCK_EX)  # until it is printed: then other ranks may end, and the launcher end us
             said.seek(0)
             if not any(_alike(message, json.loads(line)) for line in said):
-                _print(text if alike or _ranks() == 1 else _named(text))
+                _print(text if alike or os.environ.get("WORLD_SIZE", "1") == "1" else _named(text))
                 said.write(json.dumps(message).encode() + b"\n")
                 said.flush()
             _record(own, message, text, alike)
@@ -107,8 +107,8 @@ def shown(error: BaseException) -> str:
     if not logger.isEnabledFor(logging.DEBUG):
         _strip(told, error)
     text = "".join(told.format())
-    kind = type(error)
-    return text.replace(f"{kind.__module__}.{kind.__qualname__}", kind.__qualname__) if _ours(kind) else text
+    module, name = type(error).__module__, type(error).__qualname__
+    return text.replace(f"{module}.{name}", name) if module.partition(".")[0] == "zero" else text
 
 
 def _strip(told: traceback.TracebackException | None, error: BaseException | None) -> None:
@@ -131,10 +131,6 @@ def _inside(frame: traceback.FrameSummary, *packages: str) -> bool:
     """Whether it is of one of these packages, or of what Python starts programs with."""
     folders = tuple(str(Path(sys.modules[name].__file__).parent) + os.sep for name in packages if name in sys.modules)
     return frame.filename.startswith((*folders, "<frozen "))
-
-
-def _ours(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "zero"
 
 
 def _parted(error: BaseException, trace: TracebackType | None) -> str:
@@ -181,10 +177,6 @@ def _print(text: str) -> None:
 
 def _named(text: str) -> str:
     return "".join(f"[rank{os.environ.get('RANK', '0')}]: {line}" for line in text.splitlines(keepends=True))
-
-
-def _ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _ranks_here() -> int:

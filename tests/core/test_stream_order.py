@@ -11,11 +11,16 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
 from recorded_steps import LONG, QUICK, STREAMED, Case, Recorded, record
-from stream_order import Free, Launch, Take, races, sites
+from stream_order import Free, Launch, Program, Take, races, sites
+from stream_recorder import Recorder
+from torch import nn
 
+import zero
 from zero.memory.streams import Streams
 
 NORM = "outcome.numbers (host)"
@@ -92,3 +97,63 @@ def test_steps_take_the_same_memory(recorded):
         settled = each[2:]
         assert all(found == settled[0] and found[0] for found in settled), case
     assert sum(len(found.ends) == STEPS for _, found in recorded) >= len(QUICK) // 2
+
+
+# --- a model on several streams ------------------------------------------------------------------------------
+
+
+ENTERED: list[Any] = []  # for good: autograd would leave them at the end, where the loop's stream is current anyway
+
+
+class Onto(torch.autograd.Function):
+    """Autograd runs a backward on the stream of its forward: here this does it, with what comes into that."""
+
+    @staticmethod
+    def forward(ctx, x, stream, waits):
+        ctx.way = stream, waits
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        stream, waits = ctx.way
+        if waits:
+            stream.wait_stream(torch.cuda.current_stream())
+            grad.record_stream(stream)
+        ENTERED.append(torch.cuda.stream(stream))
+        ENTERED[-1].__enter__()
+        return grad, None, None
+
+
+class Branches(nn.Module):
+    """Two layers of one unit, each on a stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        streams = torch.cuda.current_stream(), torch.cuda.Stream(name="second branch")
+        return sum(
+            Onto.apply(layer(x), stream, stream is streams[1])
+            for layer, stream in zip((self.first, self.second), streams, strict=True)
+        ).sum()
+
+
+def of_branches() -> Program:
+    """Two steps of them, in a loop on a stream of its own."""
+    recorder, json = Recorder(), {"train_batch_size": 1, "optimizer": {"type": "Adam"}}
+    with recorder.standing_in(), torch.cuda.stream(torch.cuda.Stream(name="first branch")):
+        engine, *_ = zero.initialize(model=Branches(), config=json)
+        with recorder.recording():
+            for _ in range(2):
+                engine.backward(engine(torch.ones(1, 4, device=engine.device)))
+                engine.step()
+        engine.destroy()
+    return recorder.program
+
+
+def test_gradients_that_wait_come_from_any_stream_of_a_model(pool):
+    (program,) = pool.run(1, of_branches)
+    assert {"first branch", "second branch"} <= {getattr(entry, "stream", "") for entry in program}
+    assert races(program) == []
+    assert races(program, {"reducer._arrived"}), "the wait, and what keeps the memory of the gradients"

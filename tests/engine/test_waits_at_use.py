@@ -212,7 +212,8 @@ def test_a_stream_that_reads_first_has_the_loops_stream_wait_too():
     waited: list[str] = []
     loop, side = SimpleNamespace(wait_event=waited.append), SimpleNamespace()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(late_gather, "record_event", lambda device: "what the side stream has queued")
+        queued = SimpleNamespace(recorded="what the side stream has queued")
+        patch.setattr(late_gather, "record_event", lambda device: queued)
         patch.setattr(late_gather, "current_stream", lambda device: loop)
         train(engine, 1)
         weight = engine.module.blocks[2].up.weight

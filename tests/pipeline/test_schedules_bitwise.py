@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from device import moved
-from fake_nccl import on_fake_nccl
+from fake_nccl import FakeNccl, on_fake_nccl
 from marks import longer
 from pipelines import Found, accumulated, compare, json_of, pipelined
 
@@ -38,7 +38,10 @@ def test_a_schedule_trains_as_one_process_does(pool: Any, schedule, stage, way, 
 
 def native(json: dict[str, Any]) -> tuple[Any, ...]:
     with pytest.MonkeyPatch.context() as patch, on_fake_nccl(patch):
-        return moved(tuple(pipelined(json)), torch.device("cpu"))
+        found = moved(tuple(pipelined(json)), torch.device("cpu"))
+        texts = [text for made in FakeNccl.made for text in made.begun]
+        assert "batch" in texts and not {"send", "recv"} & {*texts}, "for which NCCL makes communicators of two ranks"
+        return found
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", *longer("gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")])

@@ -52,7 +52,8 @@ def test_the_facade_gives_the_same_groups(monkeypatch, world, tp, pp):
     kinds = {"tensor_model": ("tp",), "pipeline_model": ("pp",), "pipe": ("pp",), "data": DATA, "model": ("pp", "tp")}
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     alive: list[UserList[int]] = []  # as torch keeps its groups
-    monkeypatch.setattr(dist, "new_group", lambda ranks: alive.append(UserList(ranks)) or alive[-1])
+    made = "zero.parallel.grid_groups.group_of_members"
+    monkeypatch.setattr(made, lambda name, ranks: alive.append(UserList(ranks)) or alive[-1])
     for rank in range(world) if world == 16 else (0, 1, world // 2 + 3, world - 1):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         groups, start = zero.groups({"tp_size": tp, "pp": pp}), time.perf_counter()
@@ -79,7 +80,8 @@ def test_the_facade_gives_those_of_megatron_with_contexts(monkeypatch, world, tp
     whole = [stage[place::tp] for stage in stages for place in range(tp)]
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     alive: list[UserList[int]] = []  # as torch keeps its groups
-    monkeypatch.setattr(dist, "new_group", lambda ranks: alive.append(UserList(ranks)) or alive[-1])
+    made = "zero.parallel.grid_groups.group_of_members"
+    monkeypatch.setattr(made, lambda name, ranks: alive.append(UserList(ranks)) or alive[-1])
     for rank in range(0, world, 5):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         groups = zero.groups({"tp": tp, "cp": cp, "pp": pp})

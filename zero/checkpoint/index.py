@@ -33,7 +33,7 @@ _SUM = ',"crc32":'  # as it stands before the checksum of an index; inside of te
 
 
 class Damaged(ValueError):
-    """What is wrong with an index, or with a checkpoint that does not hold what its index says."""
+    """An index that is wrong, or a checkpoint that does not hold what its index says."""
 
 
 def _small(box: Box) -> Box:
@@ -148,7 +148,7 @@ class SavedParameter:
 
 @with_config(ConfigDict(extra="allow"))
 class Shared(TypedDict):
-    """What all ranks have alike, as JSON; checkpoints of other programs have only the number of steps."""
+    """The state that all ranks have alike, as JSON; checkpoints of other programs have only the number of steps."""
 
     global_steps: Count
     state: NotRequired[Any]
@@ -157,7 +157,7 @@ class Shared(TypedDict):
 
 @with_config(ConfigDict(extra="forbid"))
 class OfRank(TypedDict, total=False):
-    """What a rank keeps for itself.
+    """The state of one rank.
 
     buffers: those that are not as on rank 0 -> names among `Index.tensors`; state: random numbers, as JSON.
     """

@@ -1,4 +1,4 @@
-"""What of a folder of checkpoints may go: old ones, their optimizer state, and what killed saves have left behind.
+"""Checkpoints that may go: old ones, their optimizer state, and what killed saves have left behind.
 
 A kill between any two steps leaves each checkpoint whole, or without an index, and then it is none.
 """

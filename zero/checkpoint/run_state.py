@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run beside the model's tensors: read, and checked before any of it is used.
+"""The state of a run in a checkpoint, without the model's tensors: read, and checked before any of it is used.
 
 `zero.engine.checkpoint.resume` takes it from an engine, and puts it into one.
 """

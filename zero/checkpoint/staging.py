@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zero.checkpoint.index import CHUNK
-from zero.memory.streams import record_event
+from zero.memory.streams import Event, record_event
 
 STEP = 16 << 20  # bytes of one of the two buffers
 ASKED = CHUNK // 2  # numbers that are asked for at once, at least; blocks of any dtype are whole CHUNKs
@@ -85,7 +85,7 @@ class Staging:
             yield _arrived(*filled)
 
 
-def _arrived(place: torch.Tensor, mark: torch.cuda.Event | None) -> memoryview:
+def _arrived(place: torch.Tensor, mark: Event | None) -> memoryview:
     if mark is not None:
         mark.synchronize()
     return host_bytes(place)

@@ -20,7 +20,7 @@ from zero.checkpoint.retention import Retention, tidy
 from zero.checkpoint.safe_file import NAMES, TensorChunk, Writing
 from zero.checkpoint.staging import Staging
 from zero.log import logger
-from zero.memory.streams import record_event
+from zero.memory.streams import Event, record_event
 from zero.plan.layout import round_up
 from zero.plan.memory import LINE
 from zero.watchdog.store_barrier import Lost, StoreBarrier
@@ -33,7 +33,7 @@ FILES = {"weight": "weights", "buffer": "weights", "master": "masters", "tensor"
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one rank writes in one save, and where.
+    """The files of one rank in one save.
 
     place:  the folder of the tag; save: see `Index`; latest: whether the file of that name will name it;
     forms:  all chunks of this rank; the values may be on the meta device;
@@ -223,7 +223,7 @@ class Snapshot:
         self._pinned = pinned
         self._memory: torch.Tensor | None = None
         self._used = 0
-        self._mark: torch.cuda.Event | None = None
+        self._mark: Event | None = None
         self.chunks: list[TensorChunk] = []
 
     @property

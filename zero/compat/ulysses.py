@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +12,10 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 from torch.utils.data import IterableDataset
 
+from zero.core.agree import agree
+from zero.core.comm import exchange
+from zero.core.p2p import messages_device
+from zero.core.world import axis_of, local_device
 from zero.parallel.grid_groups import GridGroups, groups
 from zero.parallel.huggingface import NAME
 from zero.parallel.shared import IGNORED
@@ -60,7 +65,8 @@ class UlyssesSPDataLoaderAdapter(IterableDataset):
     set_epoch = property(lambda self: self.dl.set_epoch)
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
-        self.dl, self._rank, self._group, self._ranks, self._to = dl, sp_rank, sp_group, sp_world_size, device
+        self.dl, self._ranks, self._to = dl, sp_world_size, device
+        self._axis = axis_of(sp_group)
 
     @property
     def __class__(self) -> type:
@@ -81,17 +87,44 @@ class UlyssesSPDataLoaderAdapter(IterableDataset):
 
     def _deal(self, batch: Any) -> list[dict[str, Any]]:
         """This rank's pieces of the batches of all ranks that have one; what is wrong with one is raised on all."""
+        pieces, form = [], None
         try:
-            mine = [None] * self._ranks if batch is None else cut_batch(batch, self._ranks)
+            pieces = [] if batch is None else cut_batch(batch, self._ranks)
+            form = [_form(key, value) for key, value in pieces[0].items()] if pieces else None
         except ValueError as error:
-            mine = [ValueError(f"the batch of rank {dist.get_rank()}: {error}")] * self._ranks
-        got: list[Any] = [[None] for _ in mine]
-        for source, out in enumerate(got):
-            dist.scatter_object_list(out, mine, dist.get_global_rank(self._group, source), self._group)
-        for piece in (got := [piece for (piece,) in got if piece is not None]):
-            if isinstance(piece, ValueError):
-                raise piece
-        return got
+            form = f"the batch of rank {dist.get_rank()}: {error}"
+        forms = agree(form, self._axis, name="forms of batches")
+        if wrong := next((each for each in forms if isinstance(each, str)), None):
+            raise ValueError(wrong)
+        sizes = [sum(nbytes for *_, nbytes in each or ()) for each in forms]
+        there = messages_device(self._axis, local_device())
+        flat = torch.cat(
+            [torch.empty(0, dtype=torch.uint8), *(_bytes(each) for piece in pieces for each in piece.values())]
+        )
+        sends = [sizes[self._axis.rank]] * self._ranks
+        got = exchange(flat.to(there), sends, sizes, self._axis, "batches").cpu().split(sizes)
+        return [_piece(part, each) for part, each in zip(got, forms, strict=True) if each is not None]
+
+
+def _form(key: str, value: Any) -> list[Any]:
+    """What the ranks that get a value must know: its key, and the dtype and shape of a tensor; and its bytes."""
+    if torch.is_tensor(value):
+        return [key, str(value.dtype).removeprefix("torch."), value.shape, value.nbytes]
+    return [key, None, None, _bytes(value).numel()]
+
+
+def _bytes(value: Any) -> torch.Tensor:
+    if torch.is_tensor(value):
+        return value.cpu().reshape(-1).view(torch.uint8)
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _piece(part: torch.Tensor, form: list[list[Any]]) -> dict[str, Any]:
+    piece = {}
+    for (key, dtype, shape, _), each in zip(form, part.split([nbytes for *_, nbytes in form]), strict=True):
+        own = each.clone()  # a dtype of several bytes cannot begin at any of them
+        piece[key] = pickle.loads(bytes(own.numpy())) if dtype is None else own.view(getattr(torch, dtype)).view(shape)
+    return piece
 
 
 def cut_batch(batch: Any, ranks: int) -> list[dict[str, Any]]:
@@ -113,5 +146,5 @@ def cut_batch(batch: Any, ranks: int) -> list[dict[str, Any]]:
         if key == "labels":
             key, value = "shift_labels", pad(value[:, 1:], (*behind, 0, 1), value=fill)
         whole = pad(value.cpu(), (*behind, 0, -length % ranks), value=fill)
-        parts[key] = [each.clone() for each in whole.chunk(ranks, 1)]  # a slice would travel with all of its tensor
+        parts[key] = whole.chunk(ranks, 1)
     return [{key: part[rank] for key, part in parts.items()} for rank in range(ranks)]

@@ -40,9 +40,9 @@ def load(
     `source` is the path of a JSON or hjson file, or a dict. Raises `ConfigError` with one line for everything
     that is wrong, also for each `"auto"` that no default can replace. With `filled=False` the config is one that
     Hugging Face has not filled in yet: "auto" counts as not given. If no batch size is given then, or where the script
-    ends its steps by itself, the micro-batch is 1. `stand_ins` are sections that the script replaces by its own
-    objects. `checks`: by section, a function that finds problems of its `type` and `params` that need torch to be
-    known. `refused`: axes of the grid along which ranks have parts of the model, and which the caller cannot count on.
+    ends its steps by itself, the micro-batch is 1. `stand_ins`: sections that the script replaces by its own objects.
+    `checks`: by section, what finds problems of its `type` and `params` that only torch knows. `refused`: axes of the
+    grid along which ranks have parts of the model, and which the caller cannot count on.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size: got {show(world_size)}, wanted an integer of at least 1")

@@ -149,10 +149,10 @@ class GatheredParameters:
         states = said.tolist()
         for owner, state, before in zip(self._owners, states, self._before, strict=True):
             mesh = owner.unit.mesh
-            source, beside = mesh.counterpart(self._modifier_rank), mesh.beside
+            source, peers = mesh.counterpart(self._modifier_rank), mesh.peers
             if mesh.data.rank == source and not is_part(owner):
-                first = beside.ranks.index(self._modifier_rank) if self._modifier_rank in beside.ranks else 0
-                comm.broadcast(owner.param, first, beside, owner.unit.plan.name)
+                first = peers.ranks.index(self._modifier_rank) if self._modifier_rank in peers.ranks else 0
+                comm.broadcast(owner.param, first, peers, owner.unit.plan.name)
             owner.unit.edited.remove(owner.index)
             # Values travel in any case: what is written through `param.data` leaves no trace in the version.
             owner.unit.overwrite(owner.index, source, None if state == _WRITTEN else before)

@@ -54,7 +54,7 @@ class DeviceAccumulator:
         """The sum of the squares of the total where that is known without a look at it: not here."""
 
     def parts(self) -> list[torch.Tensor]:
-        """What is held, in one or several sums [n]."""
+        """The sums [n], one or several."""
         return [] if self._sum is None else [self._sum]
 
     def finite_as(self) -> list[torch.Tensor]:

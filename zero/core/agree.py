@@ -1,4 +1,4 @@
-"""What each rank says, known to all: one small exchange, and a second one where something long is said."""
+"""Values of each rank made known to all: one small exchange, and a second one for long values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = (ValueError, OSError, RuntimeError)
 def agree(
     value: Any, over: Axis, what: str = "", raises: Sequence[type[Exception]] = _KINDS, name: str = "comparison"
 ) -> list[Any]:
-    """What each rank of `over` says, in their order: whatever JSON holds. Collective; `name` it, for messages.
+    """The values of all ranks of `over`, in their order: whatever JSON holds. Collective; `name` it, for messages.
 
     An exception as a `value` is raised on all ranks: here as it is, elsewhere as the first of `raises` that it is, else
     as the last, with `what` (if anything), the first rank that has one, and its text.
@@ -60,12 +60,12 @@ def alike(
 
 
 def if_different(value: Any, over: Axis) -> list[Any] | None:
-    """What each rank says, None where all say the same; of JSON that is long and seldom differs. Collective."""
+    """The values of all ranks, None where all are the same; of JSON that is long and seldom differs. Collective."""
     return None if len(set(agree(digest_of(value), over))) == 1 else agree(value, over)
 
 
 def digest_of(value: Any) -> str:
-    """What is equal for equal values, and hardly ever else; of whatever JSON holds."""
+    """A digest of whatever JSON holds."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 

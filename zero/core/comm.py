@@ -6,10 +6,6 @@ ring, starts at once instead of queueing for gloo's two worker threads, and was 
 (benchmarks/collectives.py; table in benchmarks/README.md). Above all it leaves the sum to us: rows are added in fp32 in
 the order of ranks, so the bits of a reduced gradient depend neither on how a buffer was cut nor on which stage asked.
 On request they are added as a binary tree over the ranks. Where the sum is ours, NCCL moves the rows in an all-to-all.
-
-A message carries a tag made of its engine, unit and direction, so that ranks which diverge wait for each other
-instead of taking one unit's bytes for another's. Updates that run beside the training loop send as well, and those
-of two engines in an order of their own on every rank.
 """
 
 from __future__ import annotations
@@ -18,47 +14,25 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
+from zero.core.p2p import Pending, messages_device, own_tag, start, tag_of
 from zero.core.tree import sum_tree
-from zero.core.world import Axis, backend_of, local_device
+from zero.core.world import Axis, local_device
 from zero.kernels.bucket import sum_rows
 from zero.kernels.wire import sum_messages
 from zero.plan.formats import WIRE_BLOCK, WIRE_RECORD
 from zero.watchdog.rank_status import Collective
-from zero.watchdog.watchdog import Watchdog
 
 # Elements per message of a reduction: the sum of one piece overlaps the arrival of the next. Smaller messages cost more
 # than that saves: while the loop sends one, gloo's thread spins on the lock of the pair.
 PIECE = 64_000 * WIRE_RECORD  # where elements have 8 bits: bytes, of whole groups of blocks (zero/kernels/wire.py)
 
-# Our messages must not meet those that a user sends with small tags of their own.
-FIRST_TAG = 1 << 20
-# Each engine has so many tags. They are used again by the engine that comes so many engines later: a tag has 31 bits.
-TAGS, ENGINES = 1 << 17, 1 << 12
-WORDS = TAGS - 1  # the tag of what is told, in order
-# And those from here on of small exchanges and of what is sent on: TURNS for each kind, another one each time. So ranks
-# that part wait for each other, and what nobody took is not taken for what comes later.
-KINDS, TURNS = TAGS // 2, 1 << 8
-DEAL_TAG = FIRST_TAG - 1  # what is dealt follows one order, so that one tag is enough
-
 # torch 2.13 renamed both and warns on the old names; older releases have only those.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Pending(NamedTuple):
-    """A collective that this rank has begun, and who looks after its waits."""
-
-    collective: Collective
-    watchdog: Watchdog
-
-    def wait(self, works: Sequence[dist.Work]) -> None:
-        """Wait for some of its messages; RuntimeError that names the missing ranks when they do not come."""
-        self.watchdog.wait(works, self.collective)
 
 
 class Transfer(NamedTuple):
@@ -90,7 +64,7 @@ def gather(full: torch.Tensor, axis: Axis, tag: int, rows: int = 1) -> Transfer:
     pending = Pending(axis.watchdog.began(tag, _sent(full, axis), axis.ranks), axis.watchdog)
     if axis.native:
         return _gather_native(full, axis, pending, rows)
-    tag = _own_tag(tag, axis)
+    tag = own_tag(tag, axis)
     host = full.cpu() if full.is_cuda else None  # gloo sends from host memory only
     buffers = (full if host is None else host).chunk(rows)
     works = []
@@ -181,7 +155,7 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
         own = torch.empty(numel, dtype=flat.dtype, device=flat.device)
         work = reduce_scatter_single(own, flat, group=axis.reducing_group, async_op=True)
         return Inbox(flat, (own,), ((work,),), (), max(1, numel), pending)
-    tag = _own_tag(tag, axis)
+    tag = own_tag(tag, axis)
     flat = flat.cpu()  # no copy but for CUDA: gloo sends from host memory only
     peers = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
     received = torch.empty((axis.size - 1, numel), dtype=flat.dtype)
@@ -233,66 +207,38 @@ def deal(values: torch.Tensor, numel: int, axis: Axis) -> torch.Tensor:
     Beyond the values come zeros. On the other ranks only dtype and shape of `values` matter. The result lies where the
     backend works: NCCL on the GPU, gloo in main memory.
     """
-    device = local_device() if axis.native else torch.device("cpu")
-    own = torch.zeros(numel, dtype=values.dtype, device=device)
-    flat = values.reshape(-1)
-    pieces = [min(rank * numel, flat.numel()) for rank in range(axis.size + 1)]  # where each rank's elements begin
-    count = pieces[axis.rank + 1] - pieces[axis.rank]
-    others = flat.numel() - pieces[1] if axis.rank == 0 else 0
-    collective = axis.watchdog.begin("scatter", "", others * flat.itemsize, axis.ranks, axis.ranks[:1])
-    with axis.watchdog.sending(collective):
-        # Messages, and not the backend's scatter, whose thread would hold on to the values for a while longer. As
-        # bytes: not every backend knows every dtype.
-        if axis.rank == 0:
-            rows = [flat[start:stop].to(device).view(torch.uint8) for start, stop in pairwise(pieces)]
-            own[:count] = flat[:count]
-            works = [
-                dist.isend(row, group=axis.group, group_dst=rank, tag=DEAL_TAG)
-                for rank, row in enumerate(rows)
-                if rank and row.numel()
-            ]
-        elif count:
-            works = [dist.irecv(own[:count].view(torch.uint8), group=axis.group, group_src=0, tag=DEAL_TAG)]
-        else:
-            works = []
-    axis.watchdog.wait(works, collective)
+    borders = [min(rank * numel, values.numel()) for rank in range(axis.size + 1)]  # where each rank's elements begin
+    counts, nothing = [stop - begin for begin, stop in pairwise(borders)], [0] * axis.size
+    there = messages_device(axis, local_device())
+    if axis.rank == 0:
+        flat, sends = values.reshape(-1).to(there), counts
+    else:
+        flat, sends = torch.empty(0, dtype=values.dtype, device=there), nothing
+    own = torch.zeros(numel, dtype=values.dtype, device=there)
+    count = counts[axis.rank]
+    own[:count] = exchange(flat, sends, [count, *nothing[1:]], axis, "scatter", axis.ranks[:1])
     return own
 
 
-class Exchange(NamedTuple):
-    """An exchange in flight. Keeps what leaves and what comes alive."""
+def exchange(
+    flat: torch.Tensor,
+    sends: Sequence[int],
+    receives: Sequence[int],
+    axis: Axis,
+    what: str,
+    needs: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """Send each rank `sends[rank]` elements of `flat` [sum], in order; `receives[rank]` of each come [sum].
 
-    works: Sequence[dist.Work]
-    sent: torch.Tensor
-    received: torch.Tensor
-    pending: Pending | None
-    device: torch.device
-
-    def wait(self) -> torch.Tensor:
-        """What has come (on CUDA: as the current stream will see it)."""
-        if self.pending is not None:
-            self.pending.wait(self.works)
-        return self.received.to(self.device)
-
-
-def exchange(flat: torch.Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis, what: str) -> torch.Tensor:
-    """As `begin_exchange`; blocking, as far as the current stream."""
-    return begin_exchange(flat, sends, receives, axis, what).wait()
-
-
-def begin_exchange(
-    flat: torch.Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis, what: str
-) -> Exchange:
-    """Start to send each rank `sends[rank]` elements of `flat` [sum], in order; `receives[rank]` of each come [sum].
-
-    `what` they are, for messages. Ranks begin the exchanges along an axis in one order.
+    Blocking, as far as the current stream. `what` they are, for messages; `needs`: the global ranks that send, by
+    default all. Ranks begin the exchanges along an axis in one order.
     """
     if axis.size == 1:
-        return Exchange((), flat, flat, None, flat.device)
-    sent = flat if axis.native else flat.cpu()  # gloo sends from host memory only
+        return flat
+    sent = flat.to(messages_device(axis, flat.device))
     out = torch.empty(sum(receives), dtype=flat.dtype, device=sent.device)
     leaves = (flat.numel() - sends[axis.rank]) * flat.itemsize
-    collective = axis.watchdog.begin(what, "", leaves, axis.ranks, axis.ranks, attends=True)
+    collective = axis.watchdog.begin(what, "", leaves, axis.ranks, needs or axis.ranks, attends=needs is None)
     counts = [[count * flat.itemsize for count in part] for part in (receives, sends)]
     parts = [part.view(torch.uint8) for part in (out, sent)]  # as bytes: not every backend knows every dtype
     with axis.watchdog.sending(collective):
@@ -302,49 +248,8 @@ def begin_exchange(
             came, leaves = (part.split(count) for part, count in zip(parts, counts, strict=True))
             came[axis.rank].copy_(leaves[axis.rank])
             works = _trade(leaves, came, axis, collective)
-    return Exchange(works, sent, out, Pending(collective, axis.watchdog), flat.device)
-
-
-class Passage(NamedTuple):
-    """Tensors in flight to one rank, and others from another. Keeps the memory of both alive."""
-
-    works: Sequence[dist.Work]
-    sent: Sequence[torch.Tensor]
-    received: Sequence[torch.Tensor]
-    pending: Pending
-    device: torch.device
-
-    def wait(self) -> list[torch.Tensor]:
-        """What has come (on CUDA: as the current stream will see it)."""
-        self.pending.wait(self.works)
-        return [each.to(self.device) for each in self.received]
-
-
-def send_on(
-    outgoing: Sequence[torch.Tensor],
-    to: int,
-    shapes: Sequence[Sequence[int]],
-    source: int,
-    axis: Axis,
-    what: str,
-    like: torch.Tensor,
-) -> Passage:
-    """Start to send contiguous tensors to the rank at place `to`, and to receive others from the one at `source`.
-
-    shapes: of what comes, as that rank sends it, of device and dtype of `like`; `what` it is, for messages.
-    """
-    device, dtype = like.device, like.dtype
-    there = device if axis.native else torch.device("cpu")  # gloo sends from host memory only
-    sent = [each.to(there) for each in outgoing]
-    received = [torch.empty(shape, dtype=dtype, device=there) for shape in shapes]
-    leaves, ends = sum(each.nbytes for each in sent), (axis.ranks[to], axis.ranks[source])
-    pending = Pending(axis.watchdog.begin(what, "", leaves, axis.ranks, ends, True), axis.watchdog)
-    tag = 0 if axis.native else _tag_of(pending.collective, axis)
-    sends = [dist.P2POp(dist.isend, each, group=axis.group, group_peer=to, tag=tag) for each in sent]
-    receives = [dist.P2POp(dist.irecv, each, group=axis.group, group_peer=source, tag=tag) for each in received]
-    with axis.watchdog.sending(pending.collective):
-        works = dist.batch_isend_irecv(receives + sends) if receives or sends else []
-    return Passage(works, sent, received, pending, device)
+    axis.watchdog.wait(works, collective)
+    return out.to(flat.device)
 
 
 def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm", read: bool = True) -> torch.Tensor:
@@ -366,50 +271,13 @@ def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm"
     return out.to(values.device)
 
 
-class Word(NamedTuple):
-    """Numbers in flight to one rank. Keeps the memory of the message alive."""
+def connect(axis: Axis) -> None:
+    """Have NCCL make the communicator that messages from rank to rank will use; collective along the axis.
 
-    work: dist.Work
-    numbers: torch.Tensor
-
-    @property
-    def done(self) -> bool:
-        """Whether the message has left."""
-        return self.work.is_completed()
-
-
-def tell(numbers: Sequence[int], places: Sequence[int], axis: Axis) -> list[Word]:
-    """Send numbers to the ranks at these places, which `hear` as many; each word is to be kept until it is `done`.
-
-    It is no collective, and not counted as one: ranks compare how many of these each has begun.
+    It does so at the first call of a group, in which all ranks must take part; messages are of some of them.
     """
-    sent = torch.tensor(numbers, device=words_device(axis))
-    tag = _own_tag(WORDS, axis)
-    return [Word(dist.isend(sent, group=axis.group, group_dst=place, tag=tag), sent) for place in places]
-
-
-def delivered(words: Sequence[Word], axis: Axis) -> None:
-    """Wait until these have been heard."""
-    collective = Collective("words that others hear", "", axis.watchdog.status.number + 1)
-    axis.watchdog.wait([word.work for word in words], collective)
-
-
-def hear(count: int, place: int, axis: Axis, what: str) -> list[int]:
-    """The next `count` numbers that the rank at this place tells; blocking. `what` they are, for messages."""
-    if not count:
-        return []
-    heard = torch.empty(count, dtype=torch.int64, device=words_device(axis))
-    collective = Collective(what, "", axis.watchdog.status.number + 1)  # it comes before the next one
-    with axis.watchdog.sending(collective):
-        work = dist.irecv(heard, group=axis.group, group_src=place, tag=_own_tag(WORDS, axis))
-    axis.watchdog.wait((work,), collective, on_host=True)
-    return heard.tolist()
-
-
-def words_device(axis: Axis) -> torch.device:
-    """Where numbers lie that the host sends: in its own memory, if the backend can."""
-    there = axis.size == 1 or backend_of(axis.group, torch.device("cpu")) == "gloo"
-    return torch.device("cpu") if there else local_device()
+    if axis.native:
+        gather_scalars(torch.zeros(1, device=local_device()), axis, "connection", read=False)
 
 
 def _sent(full: torch.Tensor, axis: Axis) -> int:
@@ -420,28 +288,13 @@ def _sent(full: torch.Tensor, axis: Axis) -> int:
 def _trade(
     sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], axis: Axis, collective: Collective
 ) -> list[dist.Work]:
-    """Start to send each other rank its tensor, and to receive from it.
+    """Start to send each other rank its tensor, and to receive from it; what is empty does not travel.
 
     Not by a collective of gloo: that takes what comes for what was meant, and ends the process over another size.
     """
-    tag, peers = _tag_of(collective, axis), [(axis.rank + step) % axis.size for step in range(1, axis.size)]
-    works = [dist.irecv(received[peer], group=axis.group, group_src=peer, tag=tag) for peer in peers]
-    return works + [dist.isend(sent[peer], group=axis.group, group_dst=peer, tag=tag) for peer in peers]
-
-
-def _tag_of(collective: Collective, axis: Axis) -> int:
-    """The tag of a collective that is of no unit."""
-    return tag_of_kind(collective.direction, axis, collective.attempt, collective.turn)
-
-
-def tag_of_kind(kind: str, axis: Axis, attempt: int = 0, turn: int = 0) -> int:
-    """The tag of a kind of messages that is of no unit."""
-    number = crc32(kind.encode()) + attempt
-    return _own_tag(KINDS + number % ((WORDS - KINDS) // TURNS) * TURNS + turn % TURNS, axis)
-
-
-def _own_tag(tag: int, axis: Axis) -> int:
-    return FIRST_TAG + axis.watchdog.number % ENGINES * TAGS + tag
+    peers = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+    ways = [[(each[peer], peer) for peer in peers if each[peer].numel()] for each in (sent, received)]
+    return start(*ways, axis, tag_of(collective, axis))
 
 
 def _slice(flat: torch.Tensor, axis: Axis, rank: int) -> torch.Tensor:

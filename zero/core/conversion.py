@@ -55,7 +55,7 @@ class Conversion:
         return Conversion(copy.deepcopy(self._module, memo))
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """What saved files get instead."""
+        """The stand-in for saved files."""
         return getattr, (self._module, _NAME)
 
 

@@ -57,7 +57,7 @@ class Gathering:
         """Start to send a changed shard to where it is needed before the next gather."""
 
     def decoded_shard(self) -> torch.Tensor | None:
-        """What a gather puts in the shard's place in the full buffer [window.numel]; None: the shard's values."""
+        """The values that a gather puts in the shard's place in the full buffer [window.numel]; None: the shard's."""
         return None
 
     def refresh_from_full(self) -> None:

@@ -241,7 +241,7 @@ class Gradients:
         self._arrived.clear()
 
     def forget_error(self) -> None:
-        """What was left over of the last gradient is not to be sent with the next: it came to nothing."""
+        """Drop the rounding error of the last gradient, which came to nothing: it must not be sent with the next."""
         if self.feedback is not None:
             self.feedback.forget()
 
@@ -259,7 +259,7 @@ class Gradients:
         yield from self.sum.finite_as()
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same by parameter: its name, and a contiguous piece [n] of its gradient."""
+        """The shard by parameter: its name, and a contiguous piece [n] of its gradient."""
         if self.flat is not None:
             yield from self._local_parts()
         own = self.plan.layout.shard(self._mesh.shard.rank, self._mesh.shard.size)

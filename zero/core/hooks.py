@@ -118,7 +118,7 @@ class OwnHook:
         return torch.compiler.disable(self._hook)(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """What copies and saved files get instead; used by `copy.deepcopy` and by `torch.save`."""
+        """A hook that does nothing, for copies and saved files; used by `copy.deepcopy` and by `torch.save`."""
         return OwnHook, (nothing,)
 
 
@@ -159,7 +159,7 @@ def as_forward(module: nn.Module, method: Callable[..., Any], /, *args: Any, **k
 
 
 def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], None]:
-    """What to call after the first backward: it warns of the leaves among `anchors` that were not called.
+    """A function to call after the first backward: it warns of the leaves among `anchors` that were not called.
 
     All below such a leaf is gathered when it is entered, which never happens: ranks may diverge as without a leaf.
     """

@@ -42,5 +42,5 @@ class LateGather:
         device = self._buffer.full.device
         if loop is not None and loop != current_stream(device):
             # Only this stream has waited, but the loop's may read as soon as the parameters look full.
-            loop.wait_event(record_event(device))
+            loop.wait_event(record_event(device).recorded)
             self.awaited = False  # other streams may read without being noticed, too

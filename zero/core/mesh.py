@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ class Mesh:
     shard, replica: see the module;
     data:      all ranks of both, which hold the unit: for its first values, and what one of them tells the others;
     counts:    whether this rank counts its span in norms, and writes it: not where others hold the same;
-    beside:    the ranks that hold the same values, or the other parts of what is cut by a `Cut`, this one included;
+    peers:     the ranks that hold the same values, or the other parts of what is cut by a `Cut`, this one included;
     world:     all ranks of the engine;
     axes:      of the grid, that it is made of;
     order:     places in the world in the order of the spans that the ranks there count, group after group;
@@ -37,13 +39,14 @@ class Mesh:
     shard: Axis
     replica: Axis
     data: Axis
-    beside: Axis
+    peers: Axis
     world: Axis
     counts: bool = True
     axes: UnitAxes = DENSE
     order: tuple[int, ...] = (0,)
     secondary: Axis | None = None
     across: Axis | None = None
+    _indices: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def span(self) -> int:
@@ -54,7 +57,7 @@ class Mesh:
         return self.shard.rank * self.replica.size + self.replica.rank
 
     def counted_span(self, layout: Layout) -> Span:
-        """What this rank counts and writes of a unit with this layout; nothing where others do for it."""
+        """The span of a unit with this layout that this rank counts and writes; empty where others do for it."""
         span = layout.shard(self.span, self.data.size)
         return span if self.counts else span._replace(numel=0)
 
@@ -74,7 +77,17 @@ class Mesh:
         """Values of each rank of the world [world.size, ...], in the order of the spans that they count."""
         if len(self.order) == self.data.size and self.nested:  # by views, for which no device is waited for
             return values.unflatten(0, (self.replica.size, self.shard.size)).transpose(0, 1).flatten(0, 1)
-        return values[list(self.order)]
+        return values[self._index(self.order, values.device)]
+
+    def by_place(self, rows: torch.Tensor) -> torch.Tensor:
+        """The reverse: rows of the spans [data.size, ...], in the order of the ranks that count them."""
+        return rows[self._index(tuple(map(self.order.index, sorted(self.order))), rows.device)]
+
+    def _index(self, places: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """These as an index on the device: copied there once, since the host would wait for it at each step."""
+        if (places, device) not in self._indices:
+            self._indices[places, device] = torch.tensor(places, device=device)
+        return self._indices[places, device]
 
 
 class Meshes:
@@ -100,7 +113,7 @@ class Meshes:
         self._dense = DENSE if grid.size("tp") == 1 else DENSE._replace(same=("tp",))
         self._world, self._timeout, self._reduce = world, timeout, reduce
         self._secondary_size = secondary_size
-        self._axes: dict[tuple[tuple[int, ...], ...], Axis] = {}
+        self._axes: dict[tuple[int, ...], Axis] = {}  # by places in the world
         self._made: dict[UnitAxes, Mesh] = {}
 
     @property
@@ -114,8 +127,8 @@ class Meshes:
         return tuple({mesh.order: mesh for mesh in self._made.values()}.values())
 
     @property
-    def peers(self) -> Axis:
-        """The ranks that hold the same modules: all, but for those along pp; collective."""
+    def same_part(self) -> Axis:
+        """The ranks that hold the same part of the model: all, but for those along pp; collective."""
         return self.along(*AXES[1:])
 
     @property
@@ -125,19 +138,18 @@ class Meshes:
 
     def along(self, *names: str) -> Axis:
         """The ranks along these axes of the grid; collective."""
-        return self._along(self.grid.lists(*names), reduces=False)
+        return self._along(names, reduces=False)
 
     def of(self, axes: UnitAxes = DENSE) -> Mesh:
         """The mesh of units that are cut and repeated along these axes of the grid."""
         axes = self._on_grid(axes)
         if axes not in self._made:
-            shard, replica = (self._with_sums(self._along(self.grid.lists(*names))) for names in axes[:2])
-            lists = (self.grid.lists(*names) for names in ((*axes.shard, *axes.replica), axes.beside))
-            data, beside = (self._along(places, reduces=False) for places in lists)
+            shard, replica = (self._with_sums(self._along(names)) for names in axes[:2])
+            data, peers = self.along(*axes.shard, *axes.replica), self.along(*axes.peers)
             counts = self.grid.ranks(axes.same, self._world.rank)[0] == self._world.rank
             order = self.grid.spans(axes)
             self._made[axes] = Mesh(
-                shard, replica, data, beside, self._world, counts, axes, order, *self._secondary(axes)
+                shard, replica, data, peers, self._world, counts, axes, order, *self._secondary(axes)
             )
         return self._made[axes]
 
@@ -161,24 +173,26 @@ class Meshes:
             return None, None
         size = self._world.size
         nodes = Grid(size, {"dp_replicate": size // self._secondary_size, "dp_shard": self._secondary_size})
-        return self._along(nodes.lists("dp_shard"), False), self._along(nodes.lists("dp_replicate"), False)
+        return self._along(("dp_shard",), False, nodes), self._along(("dp_replicate",), False, nodes)
 
-    def _along(self, lists: list[tuple[int, ...]], reduces: bool = True) -> Axis:
-        """The axis along this rank's group of `lists`, places in the world; NCCL `reduces` over a group of its own."""
+    def _along(self, names: Sequence[str], reduces: bool = True, grid: Grid | None = None) -> Axis:
+        """This rank's group along these axes; NCCL `reduces` over a communicator of its own.
+
+        Ranks that are equal share the groups, whichever axes they lie along: each communicator takes some 100 MB.
+        """
         world = self._world
-        (own,) = [places for places in lists if world.rank in places]
-        if max(map(len, lists)) == 1:
+        own = (grid or self.grid).ranks(names, world.rank)
+        if len(own) == 1:
             return world.point()
-        key, reduces = tuple(lists), reduces and world.native
-        if key not in self._axes:
-            group = world.group if len(own) == world.size else world.new_group(lists, self._timeout)
+        axis = self._axes.get(own)
+        if axis is None:
+            group = world.group if len(own) == world.size else world.new_group(own, self._timeout, "gathers")
             ranks = tuple(world.ranks[place] for place in own)
-            place = own.index(world.rank)
-            self._axes[key] = Axis(weakref.ref(group), len(own), place, world.native, world.watchdog, ranks)
-        if reduces and self._axes[key].second_ref is None:
-            second = weakref.ref(world.new_group(lists, self._timeout))
-            self._axes[key] = replace(self._axes[key], second_ref=second)
-        return self._axes[key] if len(own) > 1 else world.point()  # it has made the groups of the others, too
+            axis = Axis(weakref.ref(group), len(own), own.index(world.rank), world.native, world.watchdog, ranks)
+        if reduces and world.native and axis.second_ref is None:
+            axis = replace(axis, second_ref=weakref.ref(world.new_group(own, self._timeout, "reductions")))
+        self._axes[own] = axis
+        return axis
 
     def _with_sums(self, axis: Axis) -> Axis:
         """The axis, and what is summed along it here."""

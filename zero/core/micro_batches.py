@@ -1,4 +1,4 @@
-"""What the micro-batches of the running step weigh in its mean.
+"""The weights of the running step's micro-batches in its mean.
 
 The weight multiplies the loss, not the gradients that land on a rank: where the graph of a loss crosses ranks, as with
 shared sequences or gathered keys, these are parts of several ranks' losses, each of which has its own weight.
@@ -26,7 +26,7 @@ NO_TOKENS = (
 
 
 class Weight(NamedTuple):
-    """Of a micro-batch: the factor of its loss, and what it adds to the divisor of the mean."""
+    """One micro-batch's share of the mean: the factor of its loss, and what it adds to the divisor."""
 
     factor: float = 1.0
     count: float = 1.0

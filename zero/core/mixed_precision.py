@@ -26,7 +26,7 @@ UNKNOWN = 1 << 20  # micro-batches of a step where the script decides: more than
 
 
 class MixedPrecisionPolicy(NamedTuple):
-    """What the parameters become: their dtype, how many micro-batches add up in one step, and the optimizer's state.
+    """The dtypes of parameters and of the optimizer's state, and how many micro-batches add up in one step.
 
     accumulate:  the dtype in which gradients add up;
     communicate: what gradients are rounded to before they travel; None leaves them as they are;

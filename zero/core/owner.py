@@ -1,4 +1,4 @@
-"""What a parameter knows of the engine that manages it."""
+"""The tie from a parameter to the unit and the engine that manage it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def axes_of(param: torch.Tensor) -> UnitAxes:
 
 
 def cut_of(param: torch.Tensor) -> Cut | None:
-    """What of a larger parameter it is; None where it is all of it."""
+    """The part of a larger parameter that it is; None where it is all of it."""
     return getattr(param, "_zero_cut", None)
 
 

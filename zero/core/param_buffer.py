@@ -26,7 +26,7 @@ from zero.plan.units import UnitPlan
 
 
 class State(enum.Enum):
-    """What is in memory of a unit's parameters.
+    """The states of a unit's parameters: what of them is in memory.
 
     SHARDED:   the own shard; the parameters look released.
     REQUESTED: the same. A gather was asked for while an update of the shard runs, and begins when that has ended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -158,12 +159,14 @@ class ParamPrefetcher:
 
     backwards: how many backwards have ended: the number of the one that runs;
     forecast:  what is expected to be used next;
+    stream:    the one that the loop computes on (set by the engine), None without a GPU;
     on_forward: called when a forward begins that builds a graph, before anything is gathered.
     """
 
     def __init__(self, units: Sequence[Unit], limits: Limits) -> None:
         self.units = units
         self.backwards = 0
+        self.stream: Any | None = None
         self._uses = [Use(unit) for unit in units]
         self._sizes = [sum(spec.numel for spec in unit.plan.params) for unit in units]
         self._limits = limits

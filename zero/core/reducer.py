@@ -27,6 +27,7 @@ from zero.core.torch_private import (
 from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.log import logger, rank
+from zero.memory.streams import joined
 from zero.plan.sharding import Sharding
 from zero.watchdog.rank_status import RankStatus
 
@@ -364,6 +365,10 @@ class Reducer:
                 f"parameter '{unit.plan.params[index].name}' has a {grad.layout} gradient; "
                 "gradients must be dense (nn.Embedding: sparse=False)"
             )
+        with joined(self._prefetcher.stream, grad):
+            self._land(unit, index, grad)
+
+    def _land(self, unit: Unit, index: int, grad: torch.Tensor) -> None:
         backward = self.begin()
         unit.gradients.take(index, grad, self._landing_factor(backward))
         landed = backward.landed.setdefault(unit.index, set())
@@ -375,7 +380,7 @@ class Reducer:
             self._fire(backward)
 
     def _landing_factor(self, backward: Backward) -> float:
-        """What a gradient that lands is multiplied by, so that all that add up have one scale."""
+        """The factor of a gradient that lands, by which all that add up have one scale."""
         scale = self.scale
         if backward.loss_scale is None and scale != 1.0 and not self._warned:
             self._warned = True

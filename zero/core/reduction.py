@@ -52,7 +52,7 @@ class ShardReduction:
         self.advance(into)
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What is in memory for it now, perhaps several views of the same: what becomes the sum, and all else."""
+        """The tensors in memory for it now, perhaps views of the same: those that become the sum, and all others."""
         return [], _messages(self._inbox)
 
 
@@ -153,8 +153,7 @@ def reduce(flat: torch.Tensor, mesh: Mesh, tag: int, as_tree: bool, memory: Memo
     if mesh.shard.size == 1:
         return ReplicaReduction(flat, mesh.replica, tag, as_tree, memory)
     if as_tree and not mesh.nested:  # the tree is over neighbours first, and those are in different shard groups
-        by_rank = [mesh.order.index(place) for place in sorted(mesh.order)]
-        flat = flat.view(mesh.data.size, -1)[by_rank].view(-1)
+        flat = mesh.by_place(flat.view(mesh.data.size, -1)).view(-1)
         return ReplicaReduction(flat, mesh.replica, tag, as_tree, memory, mesh.data)
     return HierarchicalReduction(flat, mesh, tag, as_tree, memory)
 

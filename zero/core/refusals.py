@@ -1,4 +1,4 @@
-"""What no engine can train, each with a line that names the parameter or module and says what to do.
+"""Models that no engine can train: a line for each reason names the parameter or module and says what to do.
 
 Nothing is changed here: a model that is refused is what it was.
 """

@@ -1,4 +1,4 @@
-"""What a parameter is while its memory is away: true shape and metadata, and a clear error for everything else.
+"""A parameter whose memory is away: true shape and metadata, and a clear error for everything else.
 
 Reading a tensor whose storage was freed crashes the process, so a released parameter shows a NaN scalar
 expanded to its shape, and its class is swapped for one that answers questions about metadata only. Autograd
@@ -91,7 +91,7 @@ UNCLIPPED = (
     "torch.nn.utils.clip_grad_norm_ and the like find no gradients in param.grad and clip nothing, at any stage; set "
     "gradient_clipping in the JSON; engine.get_global_grad_norm() has the norm after step()"
 )
-"""What to know of torch's functions that clip gradients."""
+"""The advice about torch's functions that clip gradients."""
 
 
 class Released:
@@ -139,7 +139,7 @@ class Released:
 
 
 class NoStorage:
-    """What a placeholder has for a storage: an address that is no other one's, for programs that look for tied weights.
+    """A placeholder's storage: an address that is no other one's, for programs that look for tied weights.
 
     Its methods are those of `torch.UntypedStorage` that read nothing.
     """
@@ -159,7 +159,7 @@ class NoStorage:
 
 
 class Placeholder(Tensor):
-    """What `detach()` gives of a released parameter: shape [as the parameter], dtype and device, and no values.
+    """A released parameter, detached: shape [as the parameter], dtype and device, and no values.
 
     For torch's C++ code it is on the meta device, so there is no memory to read.
 
@@ -173,7 +173,7 @@ class Placeholder(Tensor):
 
     @classmethod
     def of(cls, like: Tensor, name: str, device: torch.device) -> Placeholder:
-        """Of `like`'s shape and dtype, for the parameter that is called `name`."""
+        """A placeholder of `like`'s shape and dtype, for the parameter that is called `name`."""
         made = torch.empty(like.shape, dtype=like.dtype, device="meta").as_subclass(cls)
         made.parameter, made.shown = name, absent(like.shape, like.dtype, device)
         return made
@@ -223,7 +223,7 @@ class Placeholder(Tensor):
 
 
 def unsaved(parameter: str) -> None:
-    """What a file has in place of a parameter that was released when it was saved: loading it raises RuntimeError."""
+    """The constructor that a file names for a parameter that was released when it was saved: it raises RuntimeError."""
     raise RuntimeError(
         f"this file has no values of parameter '{parameter}', which was released when state_dict() was saved; "
         "engine.save_16bit_model() or module_state_dict(), called by all ranks, have the weights whole"
@@ -244,7 +244,7 @@ def read_now(value: Any) -> None:
 
 
 def _version(param: Any) -> int:
-    """Of the values that are away."""
+    """The version of the values that are away."""
     return param._zero_owner.unit.buffer.versions[param._zero_owner.index]
 
 
@@ -263,7 +263,7 @@ def _among(values: Any, kind: type) -> list[Any]:
 
 
 def _edges(inputs: Any) -> list[Any]:
-    """What gradients are asked for by, with each released parameter as the place where its gradient arrives.
+    """The inputs of a gradient, with each released parameter as the place where its gradient arrives.
 
     torch 2.11 hands a single tensor on as it came: taken for a sequence, it would be that of its rows.
     """
@@ -285,6 +285,6 @@ def _gradients(
 
 
 def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a parameter shows while its values are away: its true shape, and one element of memory."""
+    """The stand-in for values that are away: of the true shape, with one element of memory."""
     nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
     return nothing.expand(shape)

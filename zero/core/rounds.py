@@ -13,10 +13,9 @@ import contextlib
 import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-from zero.core import comm
 from zero.core.agree import agree
+from zero.core.p2p import Passage, receive_ints, send_ints
 from zero.core.prefetcher import ParamPrefetcher
 from zero.core.reducer import Reducer
 from zero.core.unit import Unit
@@ -26,7 +25,7 @@ from zero.watchdog.hang_report import difference_text
 
 
 class Verb(enum.IntEnum):
-    """What a rank that runs a round tells those that do not, with a number.
+    """The kinds of message from a rank that runs a round to those that do not; each carries a number.
 
     GATHER, REDUCE: it begins to, the unit of that index. SUM: all reductions have begun, and it waits for their sums.
     END: of the round; so many numbers follow, the order of uses that it has learnt. FAILED: by an exception; so many
@@ -72,11 +71,11 @@ class Rounds:
         self._units, self._world = units, world
         self._prefetcher, self._reducer = prefetcher, reducer
         self._follows = follows and world.size > 1
-        self._said: list[int] | None = None  # micro-batches of each rank in this step
+        self._counts: list[int] | None = None  # of micro-batches of each rank in this step
         self._round = 0  # that runs, or comes next
         self._open = False  # this rank runs one
-        self._told: list[int] = []  # the places of ranks to which this one says what it does
-        self._sent: list[Any] = []  # words on their way
+        self._followers: list[int] = []  # the places of ranks that do what this one does
+        self._sent: list[Passage] = []  # on their way
         self._unsubscribe: Callable[[], None] | None = None  # from events
         prefetcher.on_forward = reducer.on_begin = while_alive(self.enter)  # weak, as we hold both
         reducer.on_finish = while_alive(self._finishing)
@@ -89,77 +88,78 @@ class Rounds:
             wrong = ValueError(f"begin_step(micro_batches={micro_batches!r}): wanted an integer of at least 0")
         elif self._round or self._open:
             wrong = RuntimeError("begin_step() after a micro-batch of the step; call it before the first forward")
-        if wrong and self._told:
+        if wrong and self._followers:
             self._leave(str(wrong))
             raise wrong
-        self._said = self._agreed(Place.BEGIN, wrong or micro_batches)
-        return self._said
+        self._counts = self._agreed(Place.BEGIN, wrong or micro_batches)
+        return self._counts
 
     def enter(self) -> None:
         """A forward that builds a graph, or a backward, begins: the first thing of a round, or not."""
         if self._open:
             return
         mine = self._world.rank
-        if self._said is not None and self._said[mine] <= self._round:
+        if self._counts is not None and self._counts[mine] <= self._round:
             raise RuntimeError(
-                f"micro-batch {self._round + 1} of a step of which begin_step(micro_batches={self._said[mine]}) was "
+                f"micro-batch {self._round + 1} of a step of which begin_step(micro_batches={self._counts[mine]}) was "
                 f"said on rank {self._world.global_rank}; call step() before it, or say how many there are"
             )
         active = self._active(Place.ROUND, True)
         self._open = True
-        if self._follows and (told := self._followers(active)):
-            self._told = told
+        if self._follows and (followers := self._followers_in(active)):
+            self._followers = followers
             self._unsubscribe = self._world.watchdog.events.subscribe(self._span)
 
     def join(self) -> None:
         """This rank's `step()` has come: take part in the rounds that other ranks still run; collective."""
         mine = self._world.rank
-        if self._said is not None and self._round < self._said[mine]:
+        if self._counts is not None and self._round < self._counts[mine]:
             raise RuntimeError(
-                f"step() after {self._round} of {self._said[mine]} micro-batches that begin_step() was told of on rank "
-                f"{self._world.global_rank}; other ranks wait for the rest"
+                f"step() after {self._round} of {self._counts[mine]} micro-batches that begin_step() was told of on "
+                f"rank {self._world.global_rank}; other ranks wait for the rest"
             )
-        if self._open and self._told:
+        if self._open and self._followers:
             raise RuntimeError(f"step() without the backward of micro-batch {self._round + 1}, whose forward has run")
         place = Place.LEAVES if self._open else Place.ROUND
         while self._follows and any(active := self._active(place, False)):
             self._follow(active.index(True))
-        if self._said is not None and self._world.size > 1:
+        if self._counts is not None and self._world.size > 1:
             self._agreed(Place.END, 0)  # no rank that has run more than it said goes on with the next step
 
     def reset(self) -> None:
         """The step is over, or begins anew after an exception, which those that follow this rank are told of."""
-        if self._follows and self._said is not None and not self._open:
-            self._told = self._followers(self._active(Place.ROUND, True))
-        if self._told:
+        if self._follows and self._counts is not None and not self._open:
+            self._followers = self._followers_in(self._active(Place.ROUND, True))
+        if self._followers:
             self._leave(self._world.watchdog.status.error or "an exception")
         self._close()
-        self._said, self._round = None, 0
+        self._counts, self._round = None, 0
 
     def _leave(self, error: str) -> None:
         """Tell those that follow this rank that its round does not end."""
         with contextlib.suppress(RuntimeError):  # the other ranks are gone
-            self._tell(Verb.FAILED, list(error.encode()))
-            comm.delivered(self._sent, self._world)  # whatever this rank does then, perhaps it ends
+            self._send(Verb.FAILED, list(error.encode()))
+            for each in self._sent:  # whatever this rank does then, perhaps it ends
+                each.wait()
         self._close()
 
-    def _followers(self, active: list[bool]) -> list[int]:
+    def _followers_in(self, active: list[bool]) -> list[int]:
         """The places of those that have no micro-batch in a round, where this rank is the first that has one."""
         leads = any(active) and active.index(True) == self._world.rank
         return [place for place, runs in enumerate(active) if not runs] if leads else []
 
     def _active(self, place: Place, mine: bool) -> list[bool]:
         """Which ranks run the round that comes; collective, unless they have said."""
-        if self._said is not None:
-            return [count > self._round for count in self._said]
+        if self._counts is not None:
+            return [count > self._round for count in self._counts]
         if not self._follows:
             return [mine] * self._world.size
         return [bool(runs) for runs in self._agreed(place, int(mine))]
 
     def _agreed(self, place: Place, number: int | Exception) -> list[int]:
         """The numbers of all ranks; RuntimeError on all where they are not at one place of one step. Collective."""
-        told = number if isinstance(number, Exception) else [place, self._round * (place is not Place.END), number]
-        rows = agree(told, self._world, "begin_step()" if place is Place.BEGIN else "", name=EXCHANGE)
+        mine = number if isinstance(number, Exception) else [place, self._round * (place is not Place.END), number]
+        rows = agree(mine, self._world, "begin_step()" if place is Place.BEGIN else "", name=EXCHANGE)
         if len({(at, done) for at, done, _ in rows}) > 1:
             there = difference_text([Place(at).text(done) for at, done, _ in rows], "", self._world.ranks)
             raise RuntimeError(f"the ranks are not in one step, perhaps after an exception on some: {there}")
@@ -171,32 +171,31 @@ class Rounds:
         if verb in ("gather", "reduce"):
             unit = next(unit for unit in self._units if unit.plan.name == name)
             if verb == "reduce" or not unit.stays_full:
-                self._tell(Verb.GATHER if verb == "gather" else Verb.REDUCE, (), unit.index)
+                self._send(Verb.GATHER if verb == "gather" else Verb.REDUCE, (), unit.index)
         yield
 
-    def _tell(self, verb: Verb, more: Sequence[int], number: int | None = None) -> None:
-        head = [verb, len(more) if number is None else number]
-        for numbers in filter(len, (head, more)):
-            self._sent += comm.tell(numbers, self._told, self._world)
+    def _send(self, verb: Verb, more: Sequence[int], number: int | None = None) -> None:
+        for numbers in filter(len, ([verb, len(more) if number is None else number], more)):
+            self._sent.append(send_ints(numbers, self._followers, self._world))
 
     def _finishing(self) -> None:
         """All reductions of a backward have begun."""
-        if self._told:
-            self._tell(Verb.SUM, ())
+        if self._followers:
+            self._send(Verb.SUM, ())
 
     def _ended(self) -> None:
         """A backward has ended, perhaps that of a round."""
         if not self._open:
             return
-        if self._told:
-            self._tell(Verb.END, self._prefetcher.forecast.order)
+        if self._followers:
+            self._send(Verb.END, self._prefetcher.forecast.order)
         self._close()
         self._next()
 
     def _close(self) -> None:
         if self._unsubscribe is not None:
             self._unsubscribe()
-        self._unsubscribe, self._open, self._told = None, False, []
+        self._unsubscribe, self._open, self._followers = None, False, []
         self._sent = [each for each in self._sent if not each.done]
 
     def _next(self) -> None:
@@ -206,9 +205,9 @@ class Rounds:
     def _follow(self, leader: int) -> None:
         """Do what the rank at this place does in its round, of which we have no micro-batch."""
         who = f"rank {self._world.ranks[leader]} of its micro-batch {self._round + 1}, after all of this rank's own"
-        hear = functools.partial(comm.hear, place=leader, axis=self._world, what=f"next word from {who}")
+        receive = functools.partial(receive_ints, place=leader, axis=self._world, what=f"next word from {who}")
         while True:
-            verb, number = hear(2)
+            verb, number = receive(2)
             if verb == Verb.GATHER:
                 unit = self._units[number]
                 unit.gather()
@@ -219,11 +218,11 @@ class Rounds:
             elif verb == Verb.SUM:
                 self._reducer.end(followed=True)
             elif verb == Verb.END:
-                self._prefetcher.forecast.learn(hear(number))
+                self._prefetcher.forecast.learn(receive(number))
                 self._next()
                 return
             else:
-                text = bytes(hear(number)).decode()
+                text = bytes(receive(number)).decode()
                 raise RuntimeError(
                     f"rank {self._world.ranks[leader]} ended its micro-batch {self._round + 1} of this step with {text}"
                 )

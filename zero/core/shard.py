@@ -18,7 +18,7 @@ from zero.kernels.marks import Changes
 from zero.log import logger
 from zero.memory.pending_update import PendingUpdate
 from zero.memory.state_placement import StatePlacement
-from zero.memory.streams import SideStream, record_event, wait_event
+from zero.memory.streams import Event, SideStream, record_event, wait_event
 from zero.plan.layout import Fragment, Span
 
 
@@ -44,8 +44,8 @@ class Shard:
         self.changes: Changes | None = None
         self._buffer = buffer
         self._shared = shared
-        self._filled: torch.cuda.Event | None = None  # after it this rank's part of the full buffer is filled
-        self._copied: torch.cuda.Event | None = None  # after it what was published is in host memory
+        self._filled: Event | None = None  # after it this rank's part of the full buffer is filled
+        self._copied: Event | None = None  # after it what was published is in host memory
 
     def adopt(self, trained: bool, tensor: torch.Tensor | None) -> None:
         """Keep the shard of the full buffer, and if `trained` a master with `tensor` beside the shard; see `Master`."""
@@ -129,7 +129,7 @@ class Shard:
         if (pending := self.pending) is not None:
             stream.wait(self._end_of(pending))
 
-    def _end_of(self, pending: PendingUpdate) -> torch.cuda.Event | None:
+    def _end_of(self, pending: PendingUpdate) -> Event | None:
         if pending.forked and (self._shared or not pending.ended):
             raise RuntimeError(
                 f"{self._buffer.name} was being updated when this process was forked, and what it waits for comes "
@@ -248,7 +248,7 @@ class Shard:
         return True
 
     def snapshot(self, index: int) -> torch.Tensor:
-        """What this rank's shard says of parameter `index` now, for `take` to tell later what has changed."""
+        """A copy of this rank's part of parameter `index`, by which `take` finds later what has changed."""
         fragment = self.fragment(index)
         with self.acquired():
             part = self.values.narrow(0, fragment.at, fragment.numel)

@@ -97,7 +97,7 @@ class ShardedModule:
 
     @property
     def handles(self) -> list[RemovableHandle]:
-        """Of all our hooks on modules."""
+        """The handles of all our hooks on modules."""
         return [handle for handles in self._handles.values() for handle in handles]
 
     @property
@@ -284,7 +284,7 @@ def wrap(
             units.append(unit := Unit(plan, params, *which, shared[index], sharding.params, placement))
             _adopt(unit, device, sharding, numerics, section, index in persistent)
             freed.add(0 if device.type == "cuda" else unit.buffer.full.numel() * unit.buffer.full.itemsize)
-        _adopt_buffers(module, device, meshes.peers, None if numerics.buffers is None else DTYPES[numerics.buffers])
+        _adopt_buffers(module, device, meshes.same_part, None if numerics.buffers is None else DTYPES[numerics.buffers])
         give_back()
         sharded = ShardedModule(module, units, sharding, world, meshes, table, device, numerics, limits, offload)
     except BaseException:

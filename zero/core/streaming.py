@@ -80,7 +80,7 @@ def is_streamed(
 
 
 def rates(device: torch.device) -> UpdateRates:
-    """What this rank reaches while all do the same."""
+    """The bandwidth of this rank while all ranks copy."""
     pinned = torch.zeros(_NBYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty_like(pinned, device=device)
     beside, cpu = torch.empty_like(there), torch.device("cpu")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,7 +31,7 @@ zero_each = torch._foreach_zero_
 
 
 def storage_id(tensor: torch.Tensor) -> int | None:
-    """What tells a tensor's memory from all other: equal for all views of one storage; None where it has none."""
+    """The identity of a tensor's memory, equal for all views of one storage; None where it has none."""
     try:
         return tensor.untyped_storage()._cdata
     except NotImplementedError:  # a sparse tensor, or one inside vmap
@@ -134,7 +135,7 @@ def run_post_accumulate_hooks(tensor: torch.Tensor) -> None:
 
 
 def pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """What is registered to run before the module's forward, in order."""
+    """The module's forward pre-hooks, in order."""
     return list(module._forward_pre_hooks.values())
 
 
@@ -213,6 +214,27 @@ def nccl_options(timeout: timedelta) -> Any | None:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # torch takes the one it is given, and warns where this one differs
     return options
+
+
+_groups_made: Counter[str] = Counter()  # by name
+
+
+def group_of_members(name: str, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """A new group that only its ranks make; the others know nothing of it. `options`: of `torch.distributed.new_group`.
+
+    name: what all of its ranks call it; they make their groups of one name and the same ranks in one order. In torch's
+    own name is the number of all groups that a process has, and ranks with different numbers would wait forever. And
+    where the default group is bound to a device, torch would split that group's communicator, and wait for all ranks.
+    """
+    digest = hashlib.blake2b(repr((name, *ranks)).encode(), digest_size=16).hexdigest()
+    _groups_made[digest] += 1
+    torchs, world = dist.distributed_c10d, dist.group.WORLD
+    device, naming = world.bound_device_id, torchs._hash_ranks_to_str
+    world.bound_device_id, torchs._hash_ranks_to_str = None, lambda ranks: f"zero {digest} {_groups_made[digest]}"
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+    finally:
+        world.bound_device_id, torchs._hash_ranks_to_str = device, naming
 
 
 def shape_of_gradient(param: torch.Tensor) -> tuple[int, ...]:

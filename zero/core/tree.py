@@ -32,9 +32,6 @@ class Tree(Generic[T]):
         # The position of its first leaf, and the sum, of each subtree from left to right, each larger than the next.
         self._nodes: list[tuple[int, T]] = []
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
     @property
     def values(self) -> list[T]:
         """The partial sums, from left to right."""

@@ -222,7 +222,7 @@ class ShardedParams:
             raise self.absence()
 
     def snapshot(self, index: int) -> torch.Tensor | None:
-        """What this rank's shard says of parameter `index` now, for `overwrite` to tell later what has changed."""
+        """A copy of this rank's part of parameter `index`, by which `overwrite` finds later what has changed."""
         return self.shard.snapshot(index)
 
     def overwrite(self, index: int, source: int, before: torch.Tensor | None = None) -> None:
@@ -332,7 +332,7 @@ class Unit(ShardedParams):
         """
         trained = self.plan.requires_grad
         share_quant_state(self.params, self.mesh.data, self.plan.name)
-        share_equal(self.params, self.plan, self.mesh.beside)
+        share_equal(self.params, self.plan, self.mesh.peers)
         full, master = initial_values(self.params, self.plan, self.mesh, self.shard.window, dtype, device, remainder)
         self.buffer.adopt(full)
         self.shard.adopt(trained, master)

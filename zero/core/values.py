@@ -35,7 +35,7 @@ def agree_on(owner: Owner, what: str, problem: Exception | None = None, flags: S
     """
     found: list[Any] = [*flags]
     wrong = None if problem is None else f"rank {owner.unit.mesh.data.global_rank}: {problem}; nothing was changed"
-    for axis in (owner.unit.mesh.data, owner.unit.mesh.beside):
+    for axis in (owner.unit.mesh.data, owner.unit.mesh.peers):
         said = agree([what, owner.name, wrong, *found], axis)
         for rank, (other, name, text, *_) in zip(axis.ranks, said, strict=True):
             wrong = wrong or text
@@ -74,7 +74,7 @@ def assemble(owner: Owner, own: torch.Tensor) -> torch.Tensor:
 
 def with_parts(owner: Owner, own: torch.Tensor) -> torch.Tensor:
     """The full parameter [full numel] of which ranks have parts, from this one's [numel]; collective."""
-    cut, axis = owner.unit.plan.params[owner.index].cut, owner.unit.mesh.beside
+    cut, axis = owner.unit.plan.params[owner.index].cut, owner.unit.mesh.peers
     if cut is None:
         return own
     full = torch.empty(cut.shape, dtype=own.dtype, device=own.device)
@@ -89,7 +89,7 @@ def with_parts(owner: Owner, own: torch.Tensor) -> torch.Tensor:
 
 
 def own_part(owner: Owner, full: torch.Tensor) -> torch.Tensor:
-    """What of a full parameter is this rank's parameter, [numel]."""
+    """The part of a full parameter that is this rank's parameter, [numel]."""
     cut = owner.unit.plan.params[owner.index].cut
     if cut is None:
         return full.reshape(-1)
@@ -111,7 +111,7 @@ def full_shape(owner: Owner) -> tuple[int, ...]:
 def same_everywhere(owner: Owner, values: torch.Tensor) -> torch.Tensor:
     """The `values` of rank 0, on its own storage and on the parameter's device; collective."""
     values = values.detach().to(owner.unit.buffer.full.device, copy=True).contiguous()
-    for axis in (owner.unit.mesh.beside, owner.unit.mesh.data):
+    for axis in (owner.unit.mesh.peers, owner.unit.mesh.data):
         comm.broadcast(values, 0, axis)
     return values
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero.core.torch_private import nccl_options
+from zero.core.torch_private import group_of_members, nccl_options
 from zero.log import log_once
 from zero.memory.streams import record_event
 from zero.watchdog.device_waits import DeviceWaits
@@ -95,18 +95,16 @@ class World(Axis):
         """The axis of this rank alone."""
         return Axis(None, 1, 0, self.native, self.watchdog, (self.global_rank,))
 
-    def new_group(self, lists: Sequence[tuple[int, ...]], timeout: float) -> dist.ProcessGroup:
-        """A new group of this rank's places among `lists`, which part the world; collective over all of it."""
-        (own,) = [places for places in lists if self.rank in places]
+    def new_group(self, places: Sequence[int], timeout: float, purpose: str) -> dist.ProcessGroup:
+        """A new group of the ranks at these places, this one among them; collective over those."""
+        ranks = [self.ranks[place] for place in places]
         options: dict[str, Any] = {"timeout": _time_limit(timeout)}
         if self.native:
             options["pg_options"] = nccl_options(options["timeout"])
-        if self.group is dist.group.WORLD:  # every rank makes every group, in one order
-            made = {places: dist.new_group(list(places), **options) for places in lists}
-            group = made[own]
-        else:
-            backend = dist.get_backend_config(self.group)
-            group = group_of_members([self.ranks[place] for place in own], backend=backend, **options)
+        if self.group is not dist.group.WORLD:
+            options["backend"] = dist.get_backend_config(self.group)
+        # The number tells engines apart that only some of the ranks have come to make; other worlds have the same.
+        group = group_of_members(f"{purpose} of engine {self.watchdog.number} of {self.ranks}", ranks, **options)
         self.watchdog.own(group)
         return group
 
@@ -147,6 +145,13 @@ def make_world(
     return replace(world, per_node=per_node)
 
 
+def axis_of(group: dist.ProcessGroup) -> Axis:
+    """The ranks of a group that the program has made, outside of any engine."""
+    rank, ranks = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
+    native = backend_of(group, local_device()) == "nccl"
+    return Axis(weakref.ref(group), len(ranks), rank, native, Watchdog(dist.get_rank()), ranks)
+
+
 def alive(ref: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | None:
     """The process group, None where there is none. Raises RuntimeError where it was destroyed."""
     group = ref and ref()
@@ -180,19 +185,6 @@ def _agreed(world: World, same: dict[str, int]) -> tuple[int, int]:
     return number, most_here if most_here == -least_here else 0
 
 
-def group_of_members(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
-    """A new group that only its ranks make; the others know nothing of it. `options`: of `torch.distributed.new_group`.
-
-    Where the default group is bound to a device, torch would split a new communicator off its own, and wait for all.
-    """
-    world = dist.group.WORLD
-    device, world.bound_device_id = world.bound_device_id, None
-    try:
-        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
-    finally:
-        world.bound_device_id = device
-
-
 def _time_limit(timeout: float) -> timedelta:
     return timedelta(seconds=min(timeout + MARGIN, MAX_TIMEOUT))
 
@@ -212,7 +204,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def slow_backend(device: torch.device, backend: str) -> str:
-    """What to say of a model on a GPU whose messages are not sent by NCCL."""
+    """The warning about a model on a GPU whose messages are not sent by NCCL."""
     return (
         f"the model is on {device.type} and the process group sends over {backend or 'no backend of that device'}: "
         "each gather and each reduction is copied to host memory, sent from there, and copied back, which costs "

@@ -64,7 +64,7 @@ class Accumulation:
         sharded.reducer.on_flush.append(while_alive(self._backward_ended))  # weak, as we hold the reducer
         self.rounds_of_ranks: Rounds | None = None
         if not config.managed_gradient_accumulation:
-            parts = sharded.units, sharded.meshes.peers, sharded.prefetcher, sharded.reducer
+            parts = sharded.units, sharded.meshes.same_part, sharded.prefetcher, sharded.reducer
             self.rounds_of_ranks = Rounds(*parts, sharded.sharding.grads)
         self._tell_reducer()
 

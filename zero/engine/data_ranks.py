@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero.config import Config, ConfigError
-from zero.core.world import group_of_members
+from zero.core.torch_private import group_of_members
 from zero.engine.arguments import only_one
 from zero.plan.grid import DATA, Grid, GridError, by_axis
 
@@ -166,7 +166,7 @@ def _of_device_mesh(mesh: DeviceMesh, name: str) -> DataRanks:
     if len(ranks) == dist.get_world_size():
         return _of_group(dist.group.WORLD, source, sizes)
     # Ranks outside of the mesh know nothing of its group.
-    group = mesh.get_group() if mesh.ndim == 1 else group_of_members(ranks)
+    group = mesh.get_group() if mesh.ndim == 1 else group_of_members("mesh", ranks)
     return _of_group(group, source, sizes)
 
 

@@ -91,16 +91,15 @@ def describe(sharded: ShardedModule, stages: Pipelined | None = None) -> Descrip
     here = [Placement(Where.DEVICE, Where.DEVICE)] * len(sharded.units)
     places = here if sharded.offload is None else sharded.offload.placements
     units = tuple(map(_unit, sharded.units, places))
-    return Description(units) if stages is None else Description(units, _stages(stages), stages.schedule.text())
-
-
-def _stages(stages: Pipelined) -> str:
+    if stages is None:
+        return Description(units)
     schedule, place = stages.schedule, stages.places[stages.here[0]]
     own, several = ", ".join(map(str, stages.here)), "s" * (len(stages.here) > 1)
-    return (
+    text = (
         f"stage{several} {own} of {len(stages.places)}; {schedule.style} of {schedule.micro_batches} micro-batches, at "
         f"most {schedule.alive(place)} alive here; bubble {100 * schedule.bubble():.1f} %"
     )
+    return Description(units, text, schedule.text())
 
 
 def _unit(unit: Unit, place: Placement) -> DescribedUnit:
@@ -132,15 +131,16 @@ def _lines(unit: DescribedUnit) -> Iterator[str]:
 
 def run_facts(engine: Any) -> dict[str, Any]:
     """The value of run.json: configuration, ranks, versions, units; zero/monitor/run_folder.py has the layout."""
-    config = engine._config
-    device = engine.device
+    config, device = engine._config, engine.device
+    threads, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return {
         "time": time.time(),
         "configuration": finite(config.model_dump(mode="json", exclude={"raw": True, "comet": {"api_key"}})),
         "world": engine.world_size,
         "stage": config.zero_optimization.stage,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "crowding": _crowding() if device.type == "cpu" else 0.0,
+        # How many threads of this host's ranks, or of this rank bound to some cores, there are for each core.
+        "crowding": max(threads / cores(), threads * ranks / (os.cpu_count() or 1)) if device.type == "cpu" else 0.0,
         "versions": {
             "zero": sys.modules["zero"].__version__,
             "torch": str(torch.__version__),
@@ -204,12 +204,6 @@ def _numbers(units: Sequence[Unit]) -> str:
     each = [f"{numel:,} in {kind}" for kind, numel in kinds.items()]
     text = f"{sum(kinds.values()):,} parameters"
     return f"{text} in {next(iter(kinds))}" if len(kinds) == 1 else f"{text} ({', '.join(each) or 'none'})"
-
-
-def _crowding() -> float:
-    """How many threads of this host's ranks, or of this rank bound to some of them, are there for each core."""
-    threads, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(threads / cores(), threads * ranks / (os.cpu_count() or 1))
 
 
 def _plan(engine: Any) -> dict[str, int]:

@@ -101,11 +101,11 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._initialize = initialize  # makes the engines of check()
         self._status = status = Status(optimizer)
         self._accumulation = Accumulation(config, sharded, optimizer, status)
-        self._saving = CheckpointSaver(self, config, sharded, device)
+        self._saving = CheckpointSaver(self, config, sharded)
         self._loading = CheckpointLoader(self, sharded, optimizer, self._saving)
         self._weights = Weights(config, sharded, status, device)
         self._metrics = Metrics(data, device)
-        self._offload = StateOffload(sharded, optimizer, device)
+        self._offload = StateOffload(sharded, optimizer)
         self._compiler = BlockCompiler(sharded, status)
         parts = recomputing, self._accumulation, self._saving, status, forms
         self._training = TrainingStep(sharded, optimizer, device, *parts)
@@ -263,7 +263,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         that can. Returns a `Report`, which is true where all is well. Raises ValueError for what cannot be run.
         """
         self._status.check()
-        report = in_process.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn, offload)
+        report = in_process.check(self, batch, steps, stages, accumulations, loss_fn, offload)
         if self._sharded.world.writes:
             print(report, flush=True)
         return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
@@ -15,6 +16,7 @@ from zero.core.agree import agree, digest_of
 from zero.core.hooks import tensors_in
 from zero.core.sharded_module import ShardedModule
 from zero.core.tensors import map_leaves
+from zero.parallel.pipeline.build import Pipelined
 from zero.parallel.pipeline.messages import encode
 from zero.parallel.pipeline.stage import Batch
 from zero.watchdog.hang_report import ranks_text
@@ -26,23 +28,13 @@ _SAMPLE = 64  # elements of each tensor that are compared
 class Feed:
     """Gives the ranks of a replica the same micro-batches.
 
-    one_input: the model takes one value, which may be a tuple; else a tuple is its arguments. has_loss: a function
-    takes the target, not the model. batch_fn: changes what comes from the iterator, or None; iterator: taken from where
-    a call brings none. prepare: raises what a stage will say of a micro-batch, before anything of it is sent.
+    batch_fn: changes what comes from the iterator, or None; iterator: taken from where a call brings none.
     """
 
-    def __init__(
-        self,
-        sharded: ShardedModule,
-        one_input: bool,
-        has_loss: bool,
-        needs_data: bool,
-        prepare: Callable[[Batch], None],
-    ) -> None:
+    def __init__(self, sharded: ShardedModule, pipelined: Pipelined, needs_data: bool) -> None:
         self.batch_fn: Callable[[Any], Any] | None = None
         self.iterator: Iterator[Any] | None = None
-        self._sharded, self._prepare = sharded, prepare
-        self._one_input, self._has_loss, self._needs_data = one_input, has_loss, needs_data
+        self._sharded, self._pipelined, self._needs_data = sharded, pipelined, needs_data
 
     def take(self, caller: str, data_iter: Iterator[Any] | None, count: int, config: Config) -> list[Batch]:
         """The micro-batches of `count` batches; collective.
@@ -87,9 +79,10 @@ class Feed:
                     "zero.data.RepeatingLoader does, or take fewer micro-batches a step"
                 ) from None
             batch = batch if self.batch_fn is None else self.batch_fn(batch)
-            for share, piece in _pieces(parts_of(batch, self._one_input, self._has_loss), split_size):
+            values = parts_of(batch, self._pipelined.one_input, self._pipelined.loss_fn is not None)
+            for share, piece in _pieces(values, split_size):
                 found.append(self._batch(len(found), *piece, share))
-                self._prepare(found[-1])
+                self._pipelined.divided.prepare(found[-1])  # raises what a stage will say, before anything is sent
         return found
 
     def _batch(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, share: float) -> Batch:
@@ -115,10 +108,8 @@ class Feed:
         for ranks in self._sharded.meshes.grid.lists("pp"):
             with_data = [rank for rank in ranks if said[rank]]
             for rank in with_data[1:]:
-                rows = zip(said[with_data[0]], said[rank], strict=False)
+                rows = itertools.zip_longest(said[with_data[0]], said[rank])
                 number = next((at for at, (one, other) in enumerate(rows) if one != other), None)
-                if number is None and len(said[with_data[0]]) != len(said[rank]):
-                    number = min(len(said[with_data[0]]), len(said[rank]))
                 if number is not None:
                     raise RuntimeError(
                         f"{caller}(): {ranks_text([with_data[0], rank])} have stages of one replica, and were given "
@@ -132,7 +123,11 @@ class Feed:
 
 
 def parts_of(batch: Any, one_input: bool, has_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """The arguments of the model, positional and by name, and the target."""
+    """The arguments of the model, positional and by name, and the target.
+
+    one_input: the model takes one value, which may be a tuple; else a tuple is its arguments. has_loss: a function
+    takes the target, not the model.
+    """
     if isinstance(batch, Mapping):
         named = dict(batch)
         target = next((named.pop(name) for name in _TARGETS if name in named), None) if has_loss else None

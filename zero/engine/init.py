@@ -184,9 +184,8 @@ def _storage_of(place: str | torch.device | None, pinned: bool, name: str = "Ini
     if place in (None, "none"):
         return ShardStorage(device)
     if place == "nvme":
-        return ShardStorage(
-            torch.device("cpu")
-        )  # for a short while, and not for copies: the files are those of an engine
+        # For a short while, and not for copies: the files are those of an engine.
+        return ShardStorage(torch.device("cpu"))
     try:
         wanted = torch.device(place)
     except (RuntimeError, TypeError):

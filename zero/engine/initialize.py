@@ -46,7 +46,7 @@ from zero.engine.arguments import (
     parameter_groups,
     resolve_config,
 )
-from zero.engine.assignment import Given, ScriptRun, assigned_run
+from zero.engine.assignment import Given, assigned_run
 from zero.engine.data_ranks import DataRanks, data_ranks
 from zero.engine.description import log_start, run_facts
 from zero.engine.engine import Engine
@@ -129,12 +129,20 @@ def initialize(
     source = resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
     keep_cuts(model)
-    data = _data(model, source, mpu, mesh_param, device_mesh)
+    said = model._sizes if isinstance(model, PipelineModule) else told_sizes(model, read(source).values, mpu)
+    cut = any(cut_of(param) is not None for param in model.parameters())
+    data = data_ranks(mesh_param, device_mesh, mpu, cut, said)
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
-    run = assigned_run()
-    settings = _load(source, data, stand_ins, run, model)
+    run, ranks = assigned_run(), {"world_size": data.size, "told": Told(data.sizes, data.source)}
+    settings = run.load(functools.partial(load, **ranks), source, model, stand_ins=stand_ins, checks=_CHECKS)
+    check_installed(settings)
+    if settings.log_level is not None:
+        set_level(settings.log_level)
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
-    loader = _make_loader(settings, data, isinstance(model, PipelineModule), training_data, collate_fn)
+    loader = None
+    if training_data is not None:  # in the order of the dataset for a PipelineModule, as DeepSpeed takes it
+        how = {"route": "eval" if isinstance(model, PipelineModule) else "train", "collate_fn": collate_fn}
+        loader = make_loader(settings, local_device(), data.place(settings.grid), training_data, **how)
     given = Given(model, optimizer, model_parameters, lr_scheduler, settings)
     engine = run.engine(functools.partial(_make, data, training_data, collate_fn, loss_fn), given)
     engine.training_dataloader = engine._follow(loader)
@@ -173,35 +181,6 @@ def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, por
     known = isinstance(seconds, int | float) and 0 < seconds < MAX_TIMEOUT
     timeout = timedelta(seconds=(seconds if known else TIMEOUT) + MARGIN)
     init_distributed(distributed_port=port, timeout=timeout)
-
-
-def _data(model: nn.Module, source: Any, mpu: Any, mesh_param: Any, device_mesh: Any) -> DataRanks:
-    said = model._sizes if isinstance(model, PipelineModule) else told_sizes(model, read(source).values, mpu)
-    cut = any(cut_of(param) is not None for param in model.parameters())
-    return data_ranks(mesh_param, device_mesh, mpu, cut, said)
-
-
-def _load(source: Any, data: DataRanks, stand_ins: list[str], run: ScriptRun, model: nn.Module) -> Config:
-    ranks = {"world_size": data.size, "told": Told(data.sizes, data.source)}
-    settings = run.load(functools.partial(load, **ranks), source, model, stand_ins=stand_ins, checks=_CHECKS)
-    check_installed(settings)
-    if settings.log_level is not None:
-        set_level(settings.log_level)
-    return settings
-
-
-def _make_loader(
-    settings: Config,
-    data: DataRanks,
-    layered: bool,
-    training_data: Dataset | Sequence[Any] | None,
-    collate_fn: Callable[..., Any] | None,
-) -> Loader | None:
-    if training_data is None:
-        return None
-    # In the order of the dataset for a PipelineModule, as DeepSpeed takes it.
-    how = {"route": "eval" if layered else "train", "collate_fn": collate_fn}
-    return make_loader(settings, local_device(), data.place(settings.grid), training_data, **how)
 
 
 def _make_engine(
@@ -312,7 +291,7 @@ def _check_cuts(model: nn.Module, used: Iterable[UnitAxes], meshes: Meshes, worl
     parts: dict[str, list[list[Box]]] = {name: [] for named in cuts.values() for name in named}
     for axes in used:
         named = cuts.get(axes, {})
-        for each in agree({name: cut.boxes for name, cut in named.items()}, meshes.of(axes).beside):
+        for each in agree({name: cut.boxes for name, cut in named.items()}, meshes.of(axes).peers):
             for name in named:
                 parts[name].append([Box(*map(tuple, box)) for box in each.get(name, ())])
         problems += [

@@ -45,8 +45,7 @@ class Pipeline:
         self._status, self._data = status, data
         self._along = sharded.meshes.along("pp")
         needs_data = self.is_first or self.is_last or pipelined.divided.every_stage_reads
-        has_loss = pipelined.loss_fn is not None
-        self.feed = Feed(sharded, pipelined.one_input, has_loss, needs_data, pipelined.divided.prepare)
+        self.feed = Feed(sharded, pipelined, needs_data)
         each = config.reduces_each or (sharded.sharding.grads and config.pipeline.gather == "use")
         how = config.pipeline.gather == "step", each
         self._runner = Runner(pipelined.stages(), self._along, sharded, *how)
@@ -181,7 +180,10 @@ class Pipeline:
             shares = [batch.share for batch in batches]
             values = [self._value(output, batch) for output, batch in zip(given, batches, strict=False)]
             result = self._mean(values, shares, reduce_output == "avg", bcast_loss)
-        return (result, _concatenated(given)) if return_logits else result
+        logits: Any = given or None
+        if given and all(isinstance(each, torch.Tensor) and each.ndim for each in given):
+            logits = torch.cat(given)
+        return (result, logits) if return_logits else result
 
     def _value(self, output: Any, batch: Batch) -> torch.Tensor:
         """The loss, or the output of a model that has none."""
@@ -227,10 +229,3 @@ class Pipeline:
                 "scalar tensor, .loss, ['loss'] or [0]); give initialize(loss_fn=<function of (output, target)>)"
             )
         return loss, tokens
-
-
-def _concatenated(outputs: Sequence[Any]) -> Any:
-    """The outputs of all micro-batches, one after the other; None where there are none."""
-    if outputs and all(isinstance(each, torch.Tensor) and each.ndim for each in outputs):
-        return torch.cat(list(outputs))
-    return list(outputs) or None

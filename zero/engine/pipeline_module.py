@@ -53,10 +53,6 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else [*tied_weight_attr]
 
 
-class _Tied(nn.ModuleDict):
-    children_repeat = True
-
-
 class PipelineModule(nn.Module):
     """Layers that are called one after the other, each with what the one before returned, and divided among ranks.
 
@@ -96,7 +92,8 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_func = activation_checkpoint_func or _recomputed
         self._sizes, self.stage_id = _place(num_stages, topology)
         self.num_stages, self._stages = self._sizes.get("pp"), (self.stage_id,)
-        self.tied_modules = _Tied()
+        self.tied_modules = nn.ModuleDict()
+        self.tied_modules.children_repeat = True
         self._runs: dict[int, int] = {}  # forwards so far, by the first layer
         layers = list(layers)
         self._layers = [type(each) if isinstance(each, nn.Module) else each for each in layers]

@@ -64,16 +64,11 @@ class Precision:
 
     def cast(self, inputs: Any) -> Any:
         """The inputs of a forward as the module wants them."""
-        return inputs if self._inputs is None else cast_floats(inputs, self._inputs)
 
+        def cast(leaf: Any) -> Any:
+            return leaf.to(self._inputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor cast, as `map_leaves` does."""
-
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    return map_leaves(value, cast)
+        return inputs if self._inputs is None else map_leaves(inputs, cast)
 
 
 def make_loss_scaler(config: Config) -> LossScaler:

@@ -1,4 +1,4 @@
-"""What of a run is profiled: `flops_profiler`, `comms_logger`, `zero.profile` and `wall_clock_breakdown`'s waits."""
+"""The profiles of a run: `flops_profiler`, `comms_logger`, `zero.profile` and `wall_clock_breakdown`'s waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from zero.monitor.flops import FlopsProfile, matmul_rate
 from zero.monitor.module_calls import now
 from zero.monitor.step_record import Line
 from zero.monitor.trace import StepTrace
-from zero.optim.optimizer import ZeroOptimizer
 from zero.sizes.rates import DEVICES, REACHED
 from zero.sizes.recorder import FORMULAS
 
@@ -28,16 +27,9 @@ class Profiles:
     comms: None where no log of messages was asked for.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        sharded: ShardedModule,
-        optimizer: ZeroOptimizer,
-        device: torch.device,
-        recorder: StepRecorder,
-    ) -> None:
+    def __init__(self, config: Config, sharded: ShardedModule, recorder: StepRecorder) -> None:
         """`recorder`: takes waits, MFU, and the timeline of a step."""
-        self._recorder = recorder
+        self._recorder, device = recorder, sharded.device
         self._ended = time.perf_counter()  # the last step
         section, rank = config.comms_logger, sharded.world.global_rank
         events, self._end_waits = sharded.world.watchdog.events, lambda: None
@@ -46,8 +38,8 @@ class Profiles:
         self.comms = CommsLog(section, events) if section.enabled else None
         if config.wall_clock_breakdown and rank == 0 and not math.isinf(config.steps_per_print):
             self._end_waits = events.subscribe(waited=recorder.phases.waited)
-        tell = None if config.zero.report is None else lambda spans: recorder.monitor.tell(Line("timeline", spans))
-        self._trace = StepTrace(config.zero.profile, sharded, device, tell)
+        tell = None if config.zero.report is None else lambda found: recorder.monitor.tell(Line("timeline", found))
+        self._trace = StepTrace(config.zero.profile, sharded, tell)
         self._flops: FlopsProfile | None = None
         if config.flops_profiler.enabled and rank == 0:
             dtype = config.autocast_dtype or config.compute_dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -181,7 +182,8 @@ class _Forward:
 
     def _begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled() and self._recorder is None:
-            self._inputs = map_leaves((args, kwargs), _on_meta)
+            meta = functools.partial(torch.empty_like, device="meta")
+            self._inputs = map_leaves((args, kwargs), lambda leaf: meta(leaf) if torch.is_tensor(leaf) else leaf)
             self._recorder = OperatorRecorder().__enter__()
 
     def _end(self, *_: Any) -> None:
@@ -208,7 +210,3 @@ class _Forward:
             logger.info("activations are not planned: %s: %s", type(error).__name__, error)
             return None
         return cost.activations(policy, samples) + samples * cost.logits_saved
-
-
-def _on_meta(leaf: Any) -> Any:
-    return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf

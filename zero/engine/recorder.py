@@ -26,7 +26,7 @@ from zero.engine.unit_norms import UnitNorms
 from zero.log import log_once, logger, rank_zero
 from zero.monitor.monitor import Monitor
 from zero.monitor.phases import PhaseTimes
-from zero.monitor.printer import Printer, in_mib, memory_kind, memory_nbytes
+from zero.monitor.printer import Printer, in_mib, memory
 from zero.monitor.step_record import Line, StepRecord
 from zero.optim.norm import RankFlags, RankReport
 from zero.optim.optimizer import ZeroOptimizer
@@ -54,23 +54,15 @@ class StepRecorder:
     Without a wait for the device that the step does not have anyway: what a record says was read with the norm.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        sharded: ShardedModule,
-        optimizer: ZeroOptimizer | None,
-        status: Status,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: Config, sharded: ShardedModule, optimizer: ZeroOptimizer | None, status: Status) -> None:
         self._config = config
         self._sharded = sharded
         self._optimizer = optimizer
         self._status = status
-        self._device = device
         self.monitor = Monitor(sharded.world.watchdog.status)
-        self.phases = PhaseTimes(device)
+        self.phases = PhaseTimes(sharded.device)
         speaks = sharded.world.global_rank == 0 and not math.isinf(config.steps_per_print)
-        self._printer = Printer(config, device) if speaks else None
+        self._printer = Printer(config, sharded.device) if speaks else None
         every = config.zero.unit_norms if optimizer is not None else 0
         self._norms = UnitNorms(sharded, optimizer, every) if every else None
         self._running = _Running()
@@ -136,7 +128,7 @@ class StepRecorder:
             return
         self._awaits_batch = False
         found = [each for each in tensors_in(inputs) if type(each) is torch.Tensor and each.layout is torch.strided]
-        hashes = [hash_tensor(each).to(self._device) for each in found if each.numel() and not each.is_meta]
+        hashes = [hash_tensor(each).to(self._sharded.device) for each in found if each.numel() and not each.is_meta]
         if hashes:
             self._running.batch = hash_of(torch.stack(hashes)).bitwise_and(_BELOW).double()
 
@@ -149,11 +141,11 @@ class StepRecorder:
         """
         running = self._running
         if share:
-            part = loss.detach().to(self._device, torch.float64).reshape(()) * share
+            part = loss.detach().to(self._sharded.device, torch.float64).reshape(()) * share
             running.loss = part if running.loss is None else running.loss + part
         running.count += count
         if isinstance(tokens, torch.Tensor):
-            tokens = tokens.detach().to(self._device, torch.float64).reshape(())
+            tokens = tokens.detach().to(self._sharded.device, torch.float64).reshape(())
         running.tokens = running.tokens + tokens
 
     def clear(self) -> None:
@@ -254,7 +246,7 @@ class StepRecorder:
         """Bytes by kind: of the state on the device and off it, and of all that is there besides."""
         host = self.host_nbytes()
         off = {} if host is None else {f"host {kind}": nbytes for kind, nbytes in host._asdict().items()}
-        return self.state_nbytes()._asdict() | off | {memory_kind(self._device): memory_nbytes(self._device)}
+        return self.state_nbytes()._asdict() | off | dict([memory(self._sharded.device)])
 
     def _warn(self, reports: Mapping[int, RankReport]) -> None:
         """Warn of losses that are not finite, and of equal first batches; rank 0 alone speaks."""

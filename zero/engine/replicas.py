@@ -163,26 +163,23 @@ class Replicas:
         """Hashes of shards that are repeated: for each mesh one of each unit, of which ranks have different parts."""
         for mesh in {id(unit.mesh): unit.mesh for unit in self._sharded.units}.values():
             among = self._holders(mesh)
-            if mesh.shard.size > 1 and len(among) > 1:
-                units = [unit for unit in self._sharded.units if unit.mesh is mesh]
-                yield self._of_parts(units, (among, mesh.axes))
+            if mesh.shard.size == 1 or len(among) == 1:
+                continue
+            labels, hashes = [], []
+            for unit in self._sharded.units:
+                if unit.mesh is not mesh or (not unit.resharded and unit.gradients is None):
+                    continue
+                with unit.shard.acquired():
+                    kept = [("the shard", unit.shard.window, unit.shard.values), *self._state(unit)]
+                    found = [_hashes(unit.plan.layout.fragments(held), held, tensor) for _, held, tensor in kept]
+                    hashes.append(hash_of(torch.cat([each.to(self._sharded.device) for each in found])))
+                labels.append(f"the shard of unit '{unit.plan.name}', or its optimizer state,")
+            yield self._table("shards", labels, hashes, (among, mesh.axes))
 
     def _holders(self, mesh: Mesh, whole: bool = False) -> tuple[int, ...]:
         """Places in the world of the ranks that hold the same shards as this one, or the same parameters."""
         axes = (*mesh.axes.replica, *mesh.axes.same, *(mesh.axes.shard if whole else ()))
         return self._sharded.meshes.grid.ranks(axes, self._axis.rank)
-
-    def _of_parts(self, units: Sequence[Unit], among: tuple[Any, ...]) -> LabelledHashes:
-        labels, hashes = [], []
-        for unit in units:
-            if not unit.resharded and unit.gradients is None:
-                continue
-            with unit.shard.acquired():
-                kept = [("the shard", unit.shard.window, unit.shard.values), *self._state(unit)]
-                found = [_hashes(unit.plan.layout.fragments(held), held, tensor) for _, held, tensor in kept]
-                hashes.append(hash_of(torch.cat([each.to(unit.buffer.full.device) for each in found])))
-            labels.append(f"the shard of unit '{unit.plan.name}', or its optimizer state,")
-        return self._table("shards", labels, hashes, among)
 
     def _state(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
         """Masters and moments of a unit, as `ShardOptimizer` lists them."""
@@ -197,7 +194,7 @@ class Replicas:
         named = {f"buffer '{name}'": buffer for name, buffer in self._sharded.module.named_buffers()}
         kept = {name: buffer for name, buffer in named.items() if name not in left_out and buffer.numel()}
         hashes = [hash_tensor(buffer) for buffer in kept.values()]
-        return self._table("buffers", list(kept), hashes, tuple(self._sharded.meshes.peers.ranks))
+        return self._table("buffers", list(kept), hashes, tuple(self._sharded.meshes.same_part.ranks))
 
     def _of_optimizer(self) -> LabelledHashes:
         values = {"the loss scale": _plain(self._optimizer.loss_scale)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,21 +16,14 @@ from zero.optim.optimizer import ZeroOptimizer
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
-class Moved(NamedTuple):
-    """A storage of the device, resized to 0, and its bytes in host memory; views of the storage stay valid."""
-
-    storage: torch.UntypedStorage
-    host: torch.Tensor
-
-
 class StateOffload:
     """Moves model state to host memory and back."""
 
-    def __init__(self, sharded: ShardedModule, optimizer: ZeroOptimizer | None, device: torch.device) -> None:
+    def __init__(self, sharded: ShardedModule, optimizer: ZeroOptimizer | None) -> None:
         self._sharded = sharded
         self._optimizer = optimizer
-        self._device = device
-        self._moved: list[Moved] = []
+        # Storages of the device, resized to 0, and their bytes in host memory; views of the storages stay valid.
+        self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
 
     def offload_states(
         self,
@@ -83,11 +76,14 @@ class StateOffload:
         if "lp_params" in names:
             for unit in self._sharded.units:
                 unit.offload()
-        pinned = pin_memory and self._device.type == "cuda"
+        pinned = pin_memory and self._sharded.device.type == "cuda"
         self._optimizer.away = True
         for storage in storages.values():  # one by one: where memory ends, `reload_states` brings back what has left
-            self._moved.append(_put(storage, pinned, non_blocking))
-        if self._device.type == "cuda":
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            host.copy_(_bytes(storage), non_blocking=non_blocking)  # on a GPU the current stream orders both
+            storage.resize_(0)
+            self._moved.append((storage, host))
+        if self._sharded.device.type == "cuda":
             torch.cuda.empty_cache()  # else the memory stays with torch, and only torch may use it
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -127,11 +123,3 @@ class StateOffload:
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _put(storage: torch.UntypedStorage, pinned: bool, non_blocking: bool) -> Moved:
-    """Copy the bytes out and free them; on a GPU both are ordered by the current stream."""
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-    host.copy_(_bytes(storage), non_blocking=non_blocking)
-    storage.resize_(0)
-    return Moved(storage, host)

@@ -49,6 +49,7 @@ from zero.engine.recorder import StepRecorder, mean_loss
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
 from zero.log import logger, rank_zero
+from zero.memory.streams import current_stream
 from zero.monitor.comms import Traffic, table
 from zero.monitor.step_record import StepRecord
 from zero.optim.norm import RankReport
@@ -60,7 +61,7 @@ from zero.watchdog.hang_report import Phase
 
 
 class Forms(NamedTuple):
-    """What divides a model's sequences among ranks, and its layers; None for what is not divided."""
+    """The division of a model's sequences and layers among ranks; None for what is not divided."""
 
     sharing: SharedSequences | None = None
     tensors: CutModel | None = None
@@ -83,7 +84,7 @@ class TrainingStep:
         config = accumulation.config
         every = config.zero.check_replicas
         self.recomputing = recomputing
-        self.recorder = StepRecorder(config, sharded, optimizer, status, device)
+        self.recorder = StepRecorder(config, sharded, optimizer, status)
         self.forms = forms
         self.randomness: Randomness | None = None
         if sharded.numerics.tree or forms.tensors is not None:
@@ -92,7 +93,7 @@ class TrainingStep:
         self.alarms = Alarms(config.zero.alarm) if config.zero.alarm.model_fields_set else None
         self.profiles: Profiles | None = None
         if optimizer is not None and asked(config):
-            self.profiles = Profiles(config, sharded, optimizer, device, self.recorder)
+            self.profiles = Profiles(config, sharded, self.recorder)
         planned = config.zero.plan and optimizer is not None
         self.reality = Reality(config, sharded, optimizer) if planned else None
         self.model = sharded.module
@@ -314,6 +315,7 @@ class TrainingStep:
             self.recorder.clear()
         if torch.is_grad_enabled():
             self._accumulation.begin_forward()
+            self._sharded.prefetcher.stream = current_stream(self._sharded.device)
         watched, timed = self._sharded.world.watchdog.call(Phase.FORWARD), self.recorder.phase("forward")
         try:
             with watched, timed, self._precision.forward(), self._seeded(), self.recomputing.scope():

@@ -65,7 +65,8 @@ class UnitNorms:
             for place, (gradient, parameter, update) in zip(self._table.places, own, strict=True)
         }
         sums = [each for place in range(len(self._table.names)) for each in at.get(place, (0.0, 0.0, 0.0))]
-        return tuple(each if _waits(each) else float(each) for each in sums)
+        on_gpu = [isinstance(each, torch.Tensor) and cuda.reads_wait(each.device) for each in sums]
+        return tuple(each if stays else float(each) for each, stays in zip(sums, on_gpu, strict=True))
 
     def line(self, reports: Mapping[int, RankReport], step: int, samples: int) -> Line:
         """The norms of a step, after so many samples, from the ranks' reports, which contain them."""
@@ -78,10 +79,6 @@ class UnitNorms:
             for kind, value in zip(_KINDS, values, strict=True)
         ]
         return Line("unit_norms", {"step": step, "units": units}, events)
-
-
-def _waits(value: float | torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and cuda.reads_wait(value.device)
 
 
 def _squares(values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the launcher, the nodes that it starts on other hosts and the ranks agree about, and exit statuses."""
+"""The contract of launcher, nodes on other hosts and ranks: names, and exit statuses."""
 
 from __future__ import annotations
 

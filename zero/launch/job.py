@@ -22,7 +22,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Job:
-    """What every backend starts, each in its own way."""
+    """The job that every backend starts, each in its own way."""
 
     request: RunRequest
     world: HostWorld

@@ -1,4 +1,4 @@
-"""What the launcher says: errors before anything starts, and lines of its own on stderr."""
+"""The launcher's messages: errors before anything starts, and lines of its own on stderr."""
 
 import os
 import sys

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.kernels.aio import Request
+from zero.memory.streams import Event
 
 
 class EventTransfer(NamedTuple):
     """The copies of a device up to an event, as a `Request` to a drive is."""
 
-    event: torch.cuda.Event
+    event: Event
 
     @property
     def done(self) -> bool:

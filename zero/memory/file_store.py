@@ -16,6 +16,7 @@ from zero.kernels.aio import Aio, ScratchFile
 from zero.log import log_once, logger
 from zero.memory.buffer_pool import Buffer, BufferPool, EventTransfer
 from zero.memory.store import PassingStore
+from zero.memory.streams import Event
 
 
 class SwapFile:
@@ -146,7 +147,7 @@ class FileStore(PassingStore):
             if not self.attached:
                 self.attach()
 
-    def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
+    def write_back(self, changed: bool = True, after: Event | None = None) -> None:
         pool = self._pool
         with pool.lock:
             buffer = self.buffer

@@ -10,7 +10,7 @@ import torch
 from zero.kernels.bucket import sum_rows
 from zero.kernels.norm import sum_squares_into
 from zero.memory.available import host_threads
-from zero.memory.streams import SideStream
+from zero.memory.streams import Event, SideStream
 
 
 class StagingBuffers:
@@ -55,7 +55,7 @@ class HostGradAccumulator:
         self._exposed = False  # a caller got `memory` since then, and may have written to it
         self._kept = kept
         self._staging = staging
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: Event | None = None
         self._adding: Future[None] | None = None  # the addition of a sum that arrives in a staging buffer
 
     @property
@@ -132,7 +132,7 @@ class HostGradAccumulator:
         if adding is not None:
             adding.result()
 
-    def _add(self, staged: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
+    def _add(self, staged: torch.Tensor, arrived: Event | None) -> None:
         """Add the sum in `staged` [n] once it has arrived."""
         if arrived is not None:
             arrived.synchronize()

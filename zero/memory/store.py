@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zero.memory.streams import Event
 from zero.plan.layout import round_up
 from zero.plan.memory import LINE
 
@@ -45,7 +46,7 @@ class Store:
     def acquire(self, overwrite: bool = False) -> None:
         """Wait until the tensors may be used, until `write_back`; nests. `overwrite`: all are written, none read."""
 
-    def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
+    def write_back(self, changed: bool = True, after: Event | None = None) -> None:
         """End a use, and start to write the tensors if `changed`; a device reads them until the event `after`."""
 
     @property

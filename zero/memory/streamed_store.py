@@ -12,7 +12,7 @@ import threading
 import torch
 
 from zero.memory.store import PassingStore, Store
-from zero.memory.streams import Streams, record_event, wait_event
+from zero.memory.streams import Event, Streams, record_event, wait_event
 from zero.plan.memory import SLOTS
 
 
@@ -25,7 +25,7 @@ class Slot:
 
     def __init__(self, nbytes: int, device: torch.device, streams: Streams) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.free: torch.cuda.Event | None = None
+        self.free: Event | None = None
         self.user: int | None = None
         self.ahead = ""
         for stream in (streams.up, streams.down):
@@ -83,7 +83,7 @@ class StreamedStore(PassingStore):
         self._slot: Slot | None = None
         self._users = 0
         self._changed = False
-        self._last: torch.cuda.Event | None = None  # after the last copy from or to where they rest
+        self._last: Event | None = None  # after the last copy from or to where they rest
         self._lock = threading.RLock()
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class StreamedStore(PassingStore):
                 self.attach()
             self._users += 1
 
-    def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
+    def write_back(self, changed: bool = True, after: Event | None = None) -> None:
         """See `Store.write_back`; the host waits only if the state goes on to a drive."""
         with self._lock:
             self._changed = self._changed or changed

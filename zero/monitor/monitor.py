@@ -36,8 +36,9 @@ class Monitor:
         """`status`: the activity of this rank."""
         self._rank = status.rank
         self._writer = _Writer(status)
-        self._end = weakref.finalize(self, _end, self._writer)
-        self._end.atexit = False  # it runs before the libraries of sinks end, see `_make`
+        # Ends the run: waits until all is written, for a minute at most.
+        self.close = weakref.finalize(self, _end, self._writer)
+        self.close.atexit = False  # it runs before the libraries of sinks end, see `_make`
 
     @property
     def enabled(self) -> bool:
@@ -85,18 +86,14 @@ class Monitor:
         """Queue this at the end of the run, unless something else, or None, is held until then."""
         self._writer.held = item
 
-    def close(self) -> None:
-        """End the run: wait until all is written, for a minute at most."""
-        self._end()
-
     def _make(self, name: str, make: Callable[[], Any]) -> None:
         try:
             self._writer.sinks[name] = make()
         except Exception as error:
             logger.warning("%s: nothing is written there: %s: %s", name, type(error).__name__, error)
             return
-        atexit.unregister(self._end)
-        atexit.register(self._end)  # runs before the functions that the sink's library has registered
+        atexit.unregister(self.close)
+        atexit.register(self.close)  # runs before the functions that the sink's library has registered
         if self._writer.thread is None:
             self._writer.thread = threading.Thread(target=self._writer.run, name="zero-monitor", daemon=True)
             self._writer.thread.start()
@@ -120,20 +117,15 @@ class _Writer:
             try:
                 item = self.queue.get(timeout=_QUIET)
             except queue.Empty:
-                item = self._phase()
+                now = self._status.record(0, 0)
+                phase = {"phase": now.phase.value} | ({"waits": now.waits} if now.waits else {})
+                item = Line() if phase == self._said else Line("phase", phase)
+                self._said = phase
             if item is None:
                 return self._close()
             self._write(item)
             if time.monotonic() - self._flushed >= _FLUSH_EVERY:
                 self._flush()
-
-    def _phase(self) -> Record:
-        now = self._status.record(0, 0)
-        phase = {"phase": now.phase.value} | ({"waits": now.waits} if now.waits else {})
-        if phase == self._said:
-            return Line()
-        self._said = phase
-        return Line("phase", phase)
 
     def _close(self) -> None:
         self._flush()

@@ -93,7 +93,7 @@ class Printer:
         """Of the line of a step: those that there are."""
         recent = self._recent
         done, what = (recent.tokens, "tokens") if recent.tokens else (recent.samples, "samples")
-        rates = sorted(record.lr)
+        rates, (kind, nbytes) = sorted(record.lr), memory(self._device)
         parts = {
             f"step {record.step}": True,
             f"loss {record.loss or 0:.4g}": record.loss is not None,
@@ -104,26 +104,19 @@ class Printer:
             f"loss not finite {record.not_finite}": record.not_finite > 0,
             f"{_short(done / recent.seconds)} {what}/s": True,
             f"{_short(1e3 * recent.seconds / recent.steps)} ms/step": True,
-            f"{memory_kind(self._device)} {_bytes(memory_nbytes(self._device))}": True,
+            f"{kind} {_bytes(nbytes)}": True,
             recent.shares(recent.seconds): self._config.wall_clock_breakdown,
         }
-        return [*(text for text, there in parts.items() if there), *self._logged_parts()]
-
-    def _logged_parts(self) -> list[str]:
         read = {name: one.item() if isinstance(one, torch.Tensor) else one for name, one in self._logged.items()}
-        return [f"{name}={one:.5g}" if isinstance(one, float) else f"{name}={one}" for name, one in read.items()]
+        logged = [f"{name}={one:.5g}" if isinstance(one, float) else f"{name}={one}" for name, one in read.items()]
+        return [*(text for text, there in parts.items() if there), *logged]
 
 
-def memory_kind(device: torch.device) -> str:
-    """What `memory_nbytes` counts."""
-    return "GPU memory" if device.type == "cuda" else "memory"
-
-
-def memory_nbytes(device: torch.device) -> int:
-    """The most that the GPU held so far, or what the process holds of the machine's memory now."""
+def memory(device: torch.device) -> tuple[str, int]:
+    """Kind and bytes of the most that the GPU held so far, or of what the process holds of the machine's memory now."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return psutil.Process().memory_info().rss
+        return "GPU memory", torch.cuda.max_memory_allocated(device)
+    return "memory", psutil.Process().memory_info().rss
 
 
 def in_mib(nbytes: Mapping[str, int]) -> str:

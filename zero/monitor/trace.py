@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zero.config.monitor_sections import Profile
@@ -29,11 +28,7 @@ class StepTrace:
     """
 
     def __init__(
-        self,
-        section: Profile,
-        sharded: ShardedModule,
-        device: torch.device,
-        tell: Callable[[Mapping[str, Any]], None] | None,
+        self, section: Profile, sharded: ShardedModule, tell: Callable[[Mapping[str, Any]], None] | None
     ) -> None:
         """`tell`: takes {"step", "spans"} of one step, for the report; None without a report."""
         self._rank = rank = sharded.world.global_rank
@@ -41,7 +36,7 @@ class StepTrace:
         self._first, self._last = section.steps or EARLY
         self._on = self._traced or (section.steps is None and tell is not None)
         self._folder, self._tell = Path(section.dir), tell
-        self._device, self._sharded = device, sharded
+        self._sharded = sharded
         self._timeline: Timeline | None = None
         self._profiler: profile | None = None
         self._ends: list[float] = []  # ends of the steps; the first is the beginning
@@ -64,7 +59,7 @@ class StepTrace:
         spans, self._timeline, self._on = self._timeline.stop(), None, False
         if self._profiler is not None:
             self._profiler.stop()
-            if self._device.type == "cuda":  # reading the events takes a while
+            if self._sharded.device.type == "cuda":  # reading the events takes a while
                 events = self._profiler.events()
                 mark = next(event.time_range.start for event in events if event.name == _MARK)
                 spans += kernel_spans(events, self._marked - mark / 1e6)
@@ -77,12 +72,13 @@ class StepTrace:
         self._profiler = None
 
     def _start(self) -> None:
-        if self._traced or self._device.type == "cuda":
+        on_gpu = self._sharded.device.type == "cuda"
+        if self._traced or on_gpu:
             if profiler_runs():
                 logger.warning("no trace of step %d: the script has a profiler of its own running", self._first)
                 self._on = False
                 return
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
             self._profiler = profile(activities=activities, experimental_config=all_threads())
             self._profiler.start()
             with record_function(_MARK):
@@ -92,21 +88,17 @@ class StepTrace:
 
     def _write(self, spans: Sequence[TimeSpan]) -> None:
         steps = len(self._ends) - 1
-        lines = summary_lines(spans, steps, self._ends[-1] - self._ends[0])
-        text = "\n".join((f"steps {self._first} to {self._first + steps - 1} on rank {self._rank}", *lines))
+        kinds = [*dict.fromkeys(KINDS.values()), "other"]  # in milliseconds per step of each stream
+        whole = f"{1e3 * (self._ends[-1] - self._ends[0]) / steps:,.2f} ms/step"
+        lines = [f"steps {self._first} to {self._first + steps - 1} on rank {self._rank}"]
+        lines.append(f"{whole:<20} " + " ".join(f"{kind:>9}" for kind in kinds))
+        for stream, of_kind in summary(spans).items():
+            figures = " ".join(f"{1e3 * of_kind.get(kind, 0.0) / steps:>9,.2f}" for kind in kinds)
+            lines.append(f"{stream:<20} {figures}" + "  until they were waited for" * (stream == MESSAGES))
+        if on_gpu := [span for span in spans if span.stream.startswith(GPU)]:
+            lines.append(f"the GPU waits {1e3 * exposed(on_gpu) / steps:,.2f} ms/step for what travels")
+        text = "\n".join(lines)
         if written(self._folder / f"rank-{self._rank}.summary.txt", text):
             self._profiler.export_chrome_trace(str(self._folder / f"rank-{self._rank}.trace.json"))
         if self._rank == 0:
             logger.info("%s", text)
-
-
-def summary_lines(spans: Sequence[TimeSpan], steps: int, seconds: float) -> list[str]:
-    """Milliseconds per step of each stream, by kind, for `steps` that took `seconds`."""
-    kinds = [*dict.fromkeys(KINDS.values()), "other"]
-    whole = f"{1e3 * seconds / steps:,.2f} ms/step"
-    lines = [f"{whole:<20} " + " ".join(f"{kind:>9}" for kind in kinds)]
-    for stream, of_kind in summary(spans).items():
-        figures = " ".join(f"{1e3 * of_kind.get(kind, 0.0) / steps:>9,.2f}" for kind in kinds)
-        lines.append(f"{stream:<20} {figures}" + "  until they were waited for" * (stream == MESSAGES))
-    on_gpu = [span for span in spans if span.stream.startswith(GPU)]
-    return lines + [f"the GPU waits {1e3 * exposed(on_gpu) / steps:,.2f} ms/step for what travels"] * bool(on_gpu)

@@ -64,7 +64,7 @@ class MatrixStates(FusedStates):
         self.loaded, mesh = self.loaded or load, unit.mesh
         mine = mesh.counts and mesh.replica.rank == 0 and (mesh.shard.rank == 0 or not self.loaded)
         for each in (each for each in self.matrices(unit) if each.spans):
-            matrix, first = each.matrix, mesh.beside.rank == next(iter(each.boxes))
+            matrix, first = each.matrix, mesh.peers.rank == next(iter(each.boxes))
             if load:
                 self.by_matrix[matrix.name] = torch.zeros(matrix.rows, device=unit.buffer.full.device)
             if load or (mine and matrix.name in self.by_matrix and (first or not self.loaded)):
@@ -86,7 +86,7 @@ class MatrixStates(FusedStates):
             for spec, param in zip(unit.plan.params, unit.params, strict=True):
                 if not spec.full_numel:
                     continue
-                cut, rank = spec.cut or Cut(tuple(param.shape), (whole(param.shape),)), unit.mesh.beside.rank
+                cut, rank = spec.cut or Cut(tuple(param.shape), (whole(param.shape),)), unit.mesh.peers.rank
                 boxes = dict(enumerate(cut.every)) or {rank: cut.boxes}
                 start = unit.plan.layout.spans[spec.name].start
                 found += shared_matrices(spec.name, cut.shape, self._split, boxes, rank, start)
@@ -239,7 +239,7 @@ def replace_matrices(
     """Replace each matrix by its result, in this rank's `shards` of the units, [n] each, of one dtype; collective.
 
     matrices: with the number of the unit. `work` gets those assigned to this rank, on the `device`. One message goes to
-    each rank along shard and one back, whatever the number of matrices; and as many to ranks beside, if any matrix has
+    each rank along shard and one back, whatever the number of matrices; and as many to its peers, if any matrix has
     parts there. A rank sends nothing of a matrix that it works on itself.
     """
     held = [index for index, (_, each) in enumerate(matrices) if each.spans]
@@ -257,10 +257,10 @@ def replace_matrices(
             if span.start == start:  # the first of this part
                 own.setdefault(index, []).append(none.new_empty(parts[at].span.numel))
             there[rank].append(own[index][-1].narrow(0, span.start - start, span.numel))
-    # Without parts on several ranks, those beside are left alone.
-    beside = mesh.beside if any(len(each.boxes) > 1 for _, each in matrices) else Axis(None, 1, 0, mesh.beside.native)
-    ours = {index: (matrices[index][1], place_of[index][1] % beside.size, each) for index, each in own.items()}
-    _there_and_back(here, there, mesh.shard, none, lambda: _replace_shared(ours, beside, none, work))
+    # Without parts on several ranks, the peers are left alone.
+    peers = mesh.peers if any(len(each.boxes) > 1 for _, each in matrices) else Axis(None, 1, 0, mesh.peers.native)
+    ours = {index: (matrices[index][1], place_of[index][1] % peers.size, each) for index, each in own.items()}
+    _there_and_back(here, there, mesh.shard, none, lambda: _replace_shared(ours, peers, none, work))
 
 
 def _replace_shared(

@@ -88,12 +88,17 @@ def global_norm(sharded: ShardedModule, report: RankReport) -> Norm:
     squares = _row([_squares(unit) for unit in units], device)
     bad = _first_bad(squares, sharded.table) if cuda.reads_wait(device) else len(sharded.table.names)
     of_mesh = [[at for at, unit in enumerate(units) if unit.mesh.order == mesh.order] for mesh in meshes]
-    sums = [_sum(squares if len(at) == len(units) else squares[at]) for at in of_mesh]
+    sums = [_sum(squares if len(at) == len(units) else _chosen(squares, at)) for at in of_mesh]
     rows = comm.gather_scalars(_row([*sums, bad, *report.numbers], device), sharded.world, read=False)
     total = _sum(torch.stack([_sum(mesh.by_span(rows[:, at])) for at, mesh in enumerate(meshes)]))
     # torch's root of an fp64 number may be one ulp off on a CPU.
     root = total.sqrt() if cuda.reads_wait(device) else torch.full_like(total, math.sqrt(total))
     return Norm(root, rows[:, len(sums) - 1 :])
+
+
+def _chosen(values: torch.Tensor, at: list[int]) -> torch.Tensor:
+    """The values at these places, by views: an index would be copied to the device, for which the host waits."""
+    return torch.cat([values[each : each + 1] for each in at]) if at else values[:0]
 
 
 def hosts_connected(world: World) -> bool:

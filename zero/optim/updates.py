@@ -25,7 +25,7 @@ from zero.kernels.marks import mark
 from zero.log import logger
 from zero.memory.available import host_threads
 from zero.memory.pending_update import PendingUpdate, Waits
-from zero.memory.streams import record_event
+from zero.memory.streams import Event, entered, record_event
 from zero.optim.shard_optimizer import Group, ShardOptimizer, Update
 from zero.plan.memory import SLOTS
 from zero.plan.order import in_use_order
@@ -136,7 +136,7 @@ class UnitUpdater:
             unit.shard.placement.state_store.bring()
 
     @torch.no_grad()
-    def _run(self, update: Update, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def _run(self, update: Update, ready: Event | None) -> Event | None:
         """One update beside the loop; returns an event after which the device has the result."""
         unit, rank = update.unit, update.unit.mesh.data.global_rank
         if self.failure is not None:
@@ -149,10 +149,12 @@ class UnitUpdater:
             for used in (update.grad, update.factor) if unit.shard.placement.streamed else ():
                 if isinstance(used, torch.Tensor):
                     up.record_stream(used)
-            with up.entered() if unit.shard.placement.streamed else contextlib.nullcontext():
-                self._compute(update)
-            if update.publish:
-                unit.publish(after_update=True)
+            # Full parameters, which `publish` takes memory for, are the loop's.
+            with entered(ready and ready.stream):
+                with up.entered() if unit.shard.placement.streamed else contextlib.nullcontext():
+                    self._compute(update)
+                if update.publish:
+                    unit.publish(after_update=True)
             self.on_update("done", unit.plan.name)
             return up.record_event()
         except BaseException as error:

@@ -9,6 +9,7 @@ from functools import partialmethod
 import torch.distributed as dist
 from torch import nn
 
+from zero.core.torch_private import group_of_members
 from zero.core.world import alive
 from zero.plan.grid import DATA, Grid, by_axis
 
@@ -64,10 +65,9 @@ class GridGroups:
         if with_context_parallel and self.grid.size("cp") > 1:
             axes += ("cp",)
         if axes not in self._made:
-            lists = self.grid.lists(*axes)
-            # Every rank makes every group, in one order.
-            made = {ranks: dist.new_group(list(ranks)) for ranks in lists if len(ranks) < self.grid.world}
-            group = made.get(self._ranks(*axes)) if made else dist.group.WORLD
+            group, ranks = dist.group.WORLD, self._ranks(*axes)
+            if len(ranks) < self.grid.world:  # none between the first and the last stage
+                group = group_of_members(f"mpu {axes}", ranks) if ranks else None
             self._made[axes] = group and weakref.ref(group)
         return alive(self._made[axes])
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from zero.core import comm
+from zero.core.p2p import Passage, send_on
 from zero.parallel.sequence import Sequence
 from zero.plan.sequences import ALL, CAUSAL, Block, Step, ring
 
@@ -30,7 +30,7 @@ class Masking(NamedTuple):
 
 
 Tensors = list[torch.Tensor]
-_LOST: list[comm.Passage] = []  # what no other rank ends any more; its buffers stay
+_LOST: list[Passage] = []  # what no other rank ends any more; its buffers stay
 
 
 def attend(
@@ -108,8 +108,8 @@ class _Turns:
         rows = list(sequence.rows())
         self._rows = [each for each, _ in rows]
         self._steps = ring(sequence.by_rank, sequence.axis.rank, tuple(borders for _, borders in rows), *masking)
-        self._coming: comm.Passage | None = None
-        self._returning: tuple[Step, comm.Passage] | None = None
+        self._coming: Passage | None = None
+        self._returning: tuple[Step, Passage] | None = None
 
     def __enter__(self) -> None:
         self._coming = self._returning = None
@@ -153,7 +153,7 @@ class _Turns:
         shapes = [total[self._own(one)].shape for one in step.sends for total in totals]
         ends = [each for part in found for each in part], step.source, shapes, step.to
         what = "gradients of keys and values"
-        self._returning = step, comm.send_on(*ends, self._sequence.axis, what, totals[0])
+        self._returning = step, send_on(*ends, self._sequence.axis, what, totals[0])
 
     def take_back(self, totals: Tensors) -> None:
         """Add up the gradients that are on their way here."""
@@ -164,14 +164,14 @@ class _Turns:
                 place += part
             self._returning = None
 
-    def _start(self, step: Step, tensors: Tensors) -> comm.Passage:
+    def _start(self, step: Step, tensors: Tensors) -> Passage:
         outgoing = [each[self._own(one)].contiguous() for one in step.sends for each in tensors]
         shapes = []
         for group, positions in step.receives:
             rows = self._rows[group].stop - self._rows[group].start
             shapes += [(rows, each.shape[1], len(positions), each.shape[3]) for each in tensors]
         ends = outgoing, step.to, shapes, step.source
-        return comm.send_on(*ends, self._sequence.axis, "keys and values", tensors[0])
+        return send_on(*ends, self._sequence.axis, "keys and values", tensors[0])
 
     def _own(self, one: tuple[int, range]) -> tuple[slice, slice, slice]:
         group, positions = one

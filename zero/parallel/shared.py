@@ -62,6 +62,7 @@ class SharedSequences:
                 'that count from 0; share sequences by "sequence_parallel_size" in the JSON'
             )
         keep_out_compiler()
+        comm.connect(axis)
         LIVE.add(self)
         self._hooks = [hook for each in module.modules() for hook in self._hooked(each)]
 

@@ -33,7 +33,7 @@ class UnitAxes(NamedTuple):
     sums: tuple[str, ...] = ()
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def peers(self) -> tuple[str, ...]:
         """The axes along which gradients are not summed."""
         return (*self.same, *self.parts)
 
@@ -192,7 +192,7 @@ class Grid:
         return tuple(rank for rank in group if (rank // each in some.places) is there)
 
     def _steps(self, names: Sequence[str]) -> tuple[list[range], list[range]]:
-        """What is added to a rank along each of these axes, and along each of the others, from the outermost in."""
+        """The strides of a rank along each of these axes, and along each of the others, from the outermost in."""
         axes = {axis for name in names for axis in (("pp", "tp") if name == "mp" else (name,))}
         runs = {axis: int(run) for axis, run in (re.split("[/%]", name) for name in axes if re.search("[/%]", name))}
         order = AXES if {re.split("[/%]", name)[0] for name in axes} <= {*AXES} else EXPERT_AXES

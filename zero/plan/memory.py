@@ -21,6 +21,7 @@ MIB = 2**20
 # Bytes of a unit's gradients that may wait to be moved to its flat buffer by one launch. A larger gradient is moved at
 # once: that takes as long as a launch, and waiting gradients take memory beside the buffer.
 TOGETHER = 1 << 20
+COMMUNICATOR = 100_000_000  # bytes that NCCL takes on the device for one, beside torch's memory
 _ADAM = Formats()  # of the ZeRO paper: fp32 masters and two fp32 moments
 _LIMITS = Limits()
 
@@ -48,7 +49,7 @@ class KindBytes(NamedTuple):
 
     @property
     def record(self) -> int:
-        """What the optimizer updates together; off the device one request moves all of it."""
+        """The bytes that the optimizer updates together; off the device one request moves all of them."""
         return self.masters + self.moments
 
 
@@ -159,13 +160,25 @@ class Scheme:
         return self.placements or [Placement(Where.DEVICE, Where.DEVICE)] * count
 
     def held(self, units: Sequence[UnitPlan], rank: Parts = 0) -> list[UnitBytes]:
-        """What each unit keeps on this rank of the shard axis, or on this one of each; see `unit_bytes`.
+        """The bytes of each unit on this rank of the shard axis, or on this one of each; see `unit_bytes`.
 
         Ranks differ only where the moments of large parameters alone are in fewer bits.
         """
         each = zip(units, self._places(len(units)), of_each(rank, units), of_each(self.parts, units), strict=True)
         dtypes = self.accumulate, self.resting
         return [unit_bytes(unit, at, own, parts, self.formats, dtypes, self.mirrored) for unit, at, own, parts in each]
+
+
+def communicators(world: int, shards: int, replicas: int, secondary: int = 1, others: Sequence[int] = ()) -> int:
+    """How many NCCL communicators an engine of `world` ranks makes on each, as `Meshes` does for its dense units.
+
+    There is one of all ranks, and one along each other axis; reductions have another one. others: sizes of axes along
+    which nothing is reduced.
+    """
+    sums = [size for size in (shards, replicas) if size > 1]
+    plain = [secondary, world // secondary] if secondary > 1 else []
+    plain += [shards * replicas] if len(sums) > 1 else []
+    return (world > 1) + len(sums) + sum(1 < size < world for size in (*sums, *plain, *others))
 
 
 def alive_nbytes(
@@ -235,7 +248,7 @@ class HostBytes(NamedTuple):
 
 
 def host_bytes(held: Sequence[UnitBytes], buffer_count: int, param_buffer_count: int) -> HostBytes:
-    """What these units keep off the device.
+    """The bytes of these units off the device.
 
     `buffer_count`: buffers, each as large as the largest record in a file; `param_buffer_count`: the same for shards of
     parameters.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Kind(enum.Enum):
-    """What is done; the values are those of torch's schedules."""
+    """The kinds of action; the values are those of torch's schedules."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -44,7 +44,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank along pp does in one step.
+    """The actions of each rank along pp in one step.
 
     style: its name; micro_batches: of the step; places: of each stage, the rank along pp that has it;
     orders: of each rank along pp, its actions.
@@ -97,7 +97,7 @@ class Schedule:
 
 
 def single_order(style: str, places: int, micro_batches: int) -> list[list[Action]]:
-    """What the ranks of `gpipe` or `1f1b` compute, one stage each (Huang et al., 2019; Narayanan et al., 2019)."""
+    """The actions of ranks under `gpipe` or `1f1b`, one stage each (Huang et al., 2019; Narayanan et al., 2019)."""
     orders = []
     for stage in range(places):
         ahead = micro_batches if style == "gpipe" else min(micro_batches, places - 1 - stage)

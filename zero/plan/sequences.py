@@ -53,7 +53,7 @@ def pieces(length: int, ranks: int, halves: bool) -> tuple[tuple[range, ...], ..
 
 
 def blocks(queries: range, keys: range, documents: Documents, causal: bool, window: int) -> Iterator[Block]:
-    """What the queries of one piece see of the keys of one piece, in blocks that nothing outside of them belongs to.
+    """The keys of one piece that the queries of one piece see, in blocks that hold all of them.
 
     window: keys that a query sees, itself and those before it; 0 for all. Only where it is causal. Padding neither sees
     nor is seen.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is cut in 1/n over the data-parallel ranks (ZeRO, Rajbhandari et al. 2020, sections 5 and 7.1).
+    """The kinds of state sharded over the data-parallel ranks (ZeRO, Rajbhandari et al. 2020, sections 5 and 7.1).
 
     optim:  optimizer state (and masters) exist once over all ranks instead of once per rank;
     grads:  gradients are reduced after every micro-batch and only the own shard is kept; otherwise they

@@ -15,7 +15,7 @@ from zero.plan.cut import Box, Cut
 
 
 class Style(NamedTuple):
-    """What a plan says of a module, or of a parameter that it names.
+    """How a plan cuts a module, or a parameter that it names.
 
     dim: which features of the weights are cut: "out", "in", the "rows" of a table, or none; "sums": whole, and its
     gradient is a part of a sum over the ranks; packs: equal tensors that are fused along that dim; takes: what the

@@ -1,4 +1,4 @@
-"""What a model costs: FLOPs, and bytes of activations under each policy of recomputation. Plain values, no torch.
+"""The cost of a model: FLOPs, and bytes of activations under each policy of recomputation. Plain values, no torch.
 
 Traced from a module by zero/sizes/model_trace.py, or by formula from a `Shape`. All numbers are of one sample at a
 length of `sequence` tokens; parameters, their gradients and the samples themselves are not in them.

@@ -1,4 +1,4 @@
-"""What an engine will keep on each rank, by kind, for each choice of stage, placement and mesh: `zero.estimate`."""
+"""The memory of an engine on each rank, by kind, for each choice of stage, placement and mesh: `zero.estimate`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _STATE = DeviceBytes._fields[:-2]  # kinds that are there without a micro-batch
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What one choice takes on each rank: on the device that computes, in host memory and in files on a drive.
+    """The bytes of one choice on each rank: on the device that computes, in host memory and in files on a drive.
 
     moments: bytes of state on the device while the backward of a unit's module runs, by the path of that, in the order
         of the backward, with `LOSS` before and the step, `STEP`, behind it. Activations are not in them.

@@ -1,4 +1,4 @@
-"""What ranks that layers are cut over send in a micro-batch, before a run.
+"""The messages of a micro-batch between ranks that layers are cut over, before a run.
 
 A copy of the model runs forward and backward on the meta device by the engine's own forwards, whose collectives are
 noted in place of being done. So these are the engine's.

@@ -1,4 +1,4 @@
-"""What travels in a step: bytes on each link, and the seconds that each unit takes of device, links, host and drive."""
+"""The traffic of a step: bytes on each link, and the seconds that each unit takes of device, links, host and drive."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def over(nbytes: float, rate: float) -> float:
 
 @dataclass(frozen=True)
 class Moves:
-    """What moves and is updated in a step: units under a scheme, at these rates."""
+    """The moves and updates of a step: units under a scheme, at these rates."""
 
     units: Sequence[UnitPlan]
     scheme: Scheme

@@ -1,4 +1,4 @@
-"""What a model costs, found by running it on the meta device: nothing is computed, and no memory is taken.
+"""The cost of a model, found by running it on the meta device: nothing is computed, and no memory is taken.
 
 A unit runs by itself, forward and backward, once for each policy of recomputation, by the code that the engine runs
 (zero/recompute/call.py). What its graph holds in between is what it keeps. In the run of the whole model it is a call

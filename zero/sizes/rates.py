@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Rates:
-    """What one rank reaches while all of its host compute: FLOP/s, bytes/s, bytes, seconds. 0: not there, or unknown.
+    """The rates of one rank while all of its host compute: FLOP/s, bytes/s, bytes, seconds. 0: not there, or unknown.
 
     flops: in the forward and backward of a transformer, by dtype ("fp32", "bf16", "fp16");
     device_bandwidth, host_bandwidth: what the optimizer's step reads and writes, there;

@@ -71,7 +71,7 @@ def _rows(name: str, param: Tensor) -> Vocabulary | None:
     if (cut := cut_of(param)) is None or cut.boxes[0].sizes == cut.shape:
         return None
     owner, said = owner_of(param), f"tiled_cross_entropy({name}=...): got a part of a {name} {cut.shape}"
-    axis = owner.unit.mesh.beside if owner is not None and hasattr(owner.unit, "engine") else None
+    axis = owner.unit.mesh.peers if owner is not None and hasattr(owner.unit, "engine") else None
     if len(cut.boxes) != 1 or cut.boxes[0].sizes[1:] != cut.shape[1:] or axis is None or axis.size == 1:
         raise ValueError(f"{said}; wanted some of its rows, cut over the ranks of an engine")
     engine = owner.unit.engine()

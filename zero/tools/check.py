@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import shutil
 import sys
 import tempfile
@@ -30,15 +31,19 @@ def run(request: CheckRequest) -> int:
     for line in _clips(Path(request.script)):
         say(f"{request.script}:{line}: {UNCLIPPED}")
     check_counts(request.steps, request.stages, request.accumulations)
+    stages = len(list(engine_runs(request.stages, 1, request.steps, request.offload)))
+    # For each accumulation plain torch alone, nudged, and beside one of the stages, which mostly are alike.
+    total = len(request.accumulations) * (stages + 3)
     with tempfile.TemporaryDirectory(prefix="zero-check-") as folder, ScriptRuns(request, Path(folder)) as ranks:
-        trainer = _Trainer(request, ranks, Path(folder))
-        try:
-            report = compare_runs(request.steps, request.stages, request.accumulations, request.offload, trainer.train)
-        except Failed:
-            say("there is nothing to compare with, since plain torch does not run the script")
-            return 1
-        finally:
-            trainer.bar.close()
+        say(f"some {total} runs of {request.script}, once the ranks have imported torch and zero")
+        ranks.met()
+        with tqdm(total=total, desc="zero check", unit="run", leave=False, disable=None) as bar:
+            train = functools.partial(_train, request, ranks, Path(folder), bar)
+            try:
+                report = compare_runs(request.steps, request.stages, request.accumulations, request.offload, train)
+            except Failed:
+                say("there is nothing to compare with, since plain torch does not run the script")
+                return 1
     print(report, flush=True)
     return 0 if report.ok else 1
 
@@ -59,34 +64,22 @@ def _clips(script: Path) -> list[int]:
     return sorted(line for (owner, _, name), line in names if name in _CLIPPING and owner in ("", "torch.nn.", "nn."))
 
 
-class _Trainer:
-    """Carries out the runs of a check, and says how far it is: a bar on a terminal, a line for each run elsewhere."""
-
-    def __init__(self, request: CheckRequest, ranks: ScriptRuns, folder: Path) -> None:
-        self._request = request
-        self._ranks = ranks
-        self._folder = folder
-        stages = len(list(engine_runs(request.stages, 1, request.steps, request.offload)))
-        # For each accumulation plain torch alone, nudged, and beside one of the stages, which mostly are alike.
-        total = len(request.accumulations) * (stages + 3)
-        say(f"some {total} runs of {request.script}, once the ranks have imported torch and zero")
-        ranks.met()
-        self.bar = tqdm(total=total, desc="zero check", unit="run", leave=False, disable=None)
-
-    def train(self, one: CheckRun, lead: RunRecord | None) -> RunRecord:
-        """Run the script as `one` says; what went wrong is said at once, and raised as `Failed`."""
-        folder, begin = self._folder / one.kind.name, time.monotonic()
-        shutil.rmtree(folder, ignore_errors=True)  # of the last such run, which nothing follows any more
-        folder.mkdir()
-        variables = environment(one, folder, lead.folder if lead is not None else None)
-        status, output = self._ranks.run(variables, folder, self._request.timeout)
-        outcome = load(folder) if status == 0 else None
-        seconds = time.monotonic() - begin
-        self.bar.update()
-        if outcome is not None:
-            say(f"{one.name}: {seconds:.1f} s")
-            return outcome
-        why = why_not(folder, one.steps, status, f"{self._request.timeout:g} s (--timeout)")
-        tail = "\n".join(output.splitlines()[-_TAIL:])
-        say(f"{one.name}: {why}" + (f"; the end of its output:\n{tail}" if tail else ", and it printed nothing"))
-        raise Failed(why)
+def _train(
+    request: CheckRequest, ranks: ScriptRuns, runs: Path, bar: tqdm, one: CheckRun, lead: RunRecord | None
+) -> RunRecord:
+    """Run the script as `one` says; what went wrong is said at once, and raised as `Failed`."""
+    folder, begin = runs / one.kind.name, time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)  # of the last such run, which nothing follows any more
+    folder.mkdir()
+    variables = environment(one, folder, lead.folder if lead is not None else None)
+    status, output = ranks.run(variables, folder, request.timeout)
+    outcome = load(folder) if status == 0 else None
+    seconds = time.monotonic() - begin
+    bar.update()
+    if outcome is not None:
+        say(f"{one.name}: {seconds:.1f} s")
+        return outcome
+    why = why_not(folder, one.steps, status, f"{request.timeout:g} s (--timeout)")
+    tail = "\n".join(output.splitlines()[-_TAIL:])
+    say(f"{one.name}: {why}" + (f"; the end of its output:\n{tail}" if tail else ", and it printed nothing"))
+    raise Failed(why)

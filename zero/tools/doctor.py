@@ -17,10 +17,9 @@ from zero.launch.hosts.addresses import port_problem
 from zero.launch.launched import PORT
 from zero.log import counted
 from zero.memory.available import available_nbytes
-from zero.tools.report.machine import Facts, gather
+from zero.tools.report.machine import GIB, Facts, gather, in_gib
 from zero.tools.started_ranks import SECONDS, run_on_ranks
 
-GIB = 2**30
 _TRY_SECONDS = 10  # for a program to say its version
 _LEAST_SHARED, _LEAST_DISK, _LITTLE_DISK, _LEAST_FILES = GIB, GIB, 10 * GIB, 4096
 _COMPILERS = ("c++", "g++", "clang++")
@@ -139,11 +138,11 @@ def limits() -> Iterator[Finding]:
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
-        text = f"{_gib(free)} free in {shared}"
+        text = f"{in_gib(free)} free in {shared}"
         if free < _LEAST_SHARED:
             text += ", through which DataLoader workers pass batches; in a container: `docker run --shm-size 8g`"
         yield Finding("shared memory", NOTE if free < _LEAST_SHARED else OK, text)
-    yield Finding("main memory", OK, f"{_gib(available_nbytes())} that this process may still take")
+    yield Finding("main memory", OK, f"{in_gib(available_nbytes())} that this process may still take")
 
 
 def disks(folders: list[Path]) -> Iterator[Finding]:
@@ -152,7 +151,7 @@ def disks(folders: list[Path]) -> Iterator[Finding]:
         free = shutil.disk_usage(folder).free
         state = PROBLEM if free < _LEAST_DISK else NOTE if free < _LITTLE_DISK else OK
         more = "" if state == OK else "; a checkpoint takes 12 to 16 bytes per parameter: free some, or save elsewhere"
-        yield Finding("disk", state, f"{_gib(free)} free in {folder}{more}")
+        yield Finding("disk", state, f"{in_gib(free)} free in {folder}{more}")
 
 
 def collectives(backend: str, ranks: int) -> Finding:
@@ -168,7 +167,3 @@ def collectives(backend: str, ranks: int) -> Finding:
     if ended.status or len(ended.wrote) < ranks:
         return Finding(name, PROBLEM, f"exit status {ended.status}{tail}")
     return Finding(name, OK, "each collective gives what it should")
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:,.1f} GiB"

@@ -1,4 +1,4 @@
-"""What DeepSpeed has under this name: safe access to one parameter's state, and leaf modules.
+"""Safe access to one parameter's state, and leaf modules, by DeepSpeed's names.
 
 `safe_...` look at and change a parameter's exact value, gradient and optimizer state, on every stage.
 

@@ -9,12 +9,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
-from torch.cuda import Event
 
 from zero.watchdog.rank_status import Collective, Waiting
+
+
+class Event(Protocol):
+    """An event recorded in a stream, such as zero.memory.streams.Event."""
+
+    def query(self) -> bool:
+        """Whether the stream has passed it."""
+
+    def synchronize(self) -> None:
+        """Block until the stream has passed it."""
 
 
 class _Ordered(NamedTuple):

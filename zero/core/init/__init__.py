@@ -1,1 +1,1 @@
-"""What `zero.Init` does: cuts parameters while their model is built."""
+"""Parameters sharded while their model is built, as under `zero.Init`."""

@@ -162,7 +162,7 @@ class DeferredParam(ShardedParams):
             self.on_read = on_read
         self.plan = self.buffer.plan = _plan(param, name, mesh)
         if mesh.data.rank == 0:
-            share_equal([param], self.plan, mesh.beside)
+            share_equal([param], self.plan, mesh.peers)
         self.shard.window = self.plan.layout.shard(self.mesh.shard.rank, self.mesh.shard.size)
         self.shard.values = storage.put(comm.deal(param.detach(), self.shard.window.numel, self.mesh.shard))
         share_quant_state([param], self.mesh.data, self.plan.name)

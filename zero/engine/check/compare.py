@@ -139,7 +139,10 @@ def judge(run: CheckRun, outcome: RunRecord, reference: RunRecord, measure: Yard
     in its last place moves them, or eight such units; and so is what the step made of the gradient, where it does not
     carry rounding any further.
     """
-    wrong = _shape(outcome, reference) or _begin(outcome, reference)
+    wrong = _shape(outcome, reference)
+    unlike = next((name for name, value in reference.begin.items() if outcome.begin.get(name) != value), None)
+    if wrong is None and unlike is not None:  # said before all else, since everything differs then
+        wrong = f"parameter '{unlike}' before the first step; does the script seed its random numbers?"
     if wrong is None and measure is None:
         wrong = "plain torch does not repeat itself: the loss depends on more than weights, batch and seed"
     if wrong is None and outcome.stray is not None:
@@ -164,14 +167,6 @@ def _shape(outcome: RunRecord, reference: RunRecord) -> str | None:
         params, others = ({name: value.shape for name, value in step.params.items()} for step in (mine, theirs))
         if params != others or mine.grads.keys() != theirs.grads.keys():
             return "the parameters have other names or shapes"
-    return None
-
-
-def _begin(outcome: RunRecord, reference: RunRecord) -> str | None:
-    # Said before all else, since everything differs then.
-    for name, value in reference.begin.items():
-        if outcome.begin.get(name) != value:
-            return f"parameter '{name}' before the first step; does the script seed its random numbers?"
     return None
 
 

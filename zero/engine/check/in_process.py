@@ -31,15 +31,11 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Copies:
-    """Trains copies of an engine's model, each from the weights and the random numbers of now.
+    """Trains copies of an engine's model, each from the weights and the random numbers of now."""
 
-    initialize: the function that makes engines.
-    """
-
-    def __init__(self, engine: Any, initialize: Callable[..., Any], batches: Sequence[Any], loss_fn: Loss) -> None:
+    def __init__(self, engine: Any, batches: Sequence[Any], loss_fn: Loss) -> None:
         self.random = random_state.capture(engine.device)
         self._engine = engine
-        self._initialize = initialize
         self._batches = batches
         self._loss_fn = loss_fn
         self._model = whole_copy(engine)
@@ -47,29 +43,25 @@ class Copies:
     def train(self, run: CheckRun, lead: RunRecord | None) -> RunRecord:
         """Train a copy as `run` says; raises `Failed` where the engine does, and what plain torch raises."""
         try:
-            return self._train(run, lead)
+            random_state.restore(self.random, self._engine.device)
+            engine = self._build(copy.deepcopy(self._model), run)
+            recorder = RunRecorder(engine)
+            if lead is not None:
+                engine.follow(lead.steps)
+            try:
+                for micro in range(run.steps * run.accumulation):
+                    loss = self._loss_fn(engine, self._batches[micro % len(self._batches)])
+                    engine.backward(loss, tokens=1 if engine._config.zero.mean == "tokens" else None)
+                    engine.step()
+            finally:
+                engine.destroy()
+            own = recorder.part()
+            first, *others = agree(own | {"steps": []}, self._engine._sharded.world)
+            return record_of([first | {"steps": own["steps"]}, *others])
         except Exception as error:
             if run.kind is not RunKind.ENGINE:
                 raise
             raise Failed(f"{type(error).__name__}: {error}") from error
-
-    def _train(self, run: CheckRun, lead: RunRecord | None) -> RunRecord:
-        random_state.restore(self.random, self._engine.device)
-        model = copy.deepcopy(self._model)
-        engine = self._build(model, run)
-        recorder = RunRecorder(engine)
-        if lead is not None:
-            engine.follow(lead.steps)
-        try:
-            for micro in range(run.steps * run.accumulation):
-                loss = self._loss_fn(engine, self._batches[micro % len(self._batches)])
-                engine.backward(loss, tokens=1 if engine._config.zero.mean == "tokens" else None)
-                engine.step()
-        finally:
-            engine.destroy()
-        own = recorder.part()
-        first, *others = agree(own | {"steps": []}, self._engine._sharded.world)
-        return record_of([first | {"steps": own["steps"]}, *others])
 
     def _build(self, model: nn.Module, run: CheckRun) -> Any:
         origin = self._engine
@@ -92,12 +84,11 @@ class Copies:
             settings = load(raw, origin.world_size, filled=False, refused=("pp", "ep"))
             return PlainEngine(model, client, groups, settings, run.kind)
         trained = {"optimizer": client} if client is not None else {"model_parameters": groups}
-        return self._initialize(model=model, config=raw, dist_init_required=False, **trained)[0]
+        return origin._initialize(model=model, config=raw, dist_init_required=False, **trained)[0]
 
 
 def check(
     engine: Any,
-    initialize: Callable[..., Any],
     batch: Any,
     steps: int,
     stages: Sequence[int],
@@ -120,7 +111,7 @@ def check(
     for axis in PARTS_OF_MODEL:
         if engine._config.grid.size(axis) > 1 and axis not in said:
             raise ValueError(f"check(): an argument says {axis}, and copies of the engine are made by the JSON alone")
-    copies, level = Copies(engine, initialize, batches, loss_fn or loss_of), logger.level
+    copies, level = Copies(engine, batches, loss_fn or loss_of), logger.level
     logger.setLevel(max(level, logging.WARNING))  # engines do not log that they start
     try:
         return compare_runs(steps, stages, accumulations, offload, copies.train)

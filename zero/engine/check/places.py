@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zero.config import Config
+from zero.core.torch_private import group_of_members
 from zero.core.world import Axis, backend_of
 from zero.parallel.tensor.first_step import broadcast_batch
 from zero.plan.grid import DATA, Grid
@@ -45,6 +46,5 @@ class Places:
     def _axis(self, *axes: str) -> Axis:
         ranks, group = self._grid.ranks(axes, self._rank), None
         if len(ranks) < self._grid.world:
-            made = {each: dist.new_group(list(each)) for each in self._grid.lists(*axes)}
-            self._groups.append(group := made[ranks])
+            self._groups.append(group := group_of_members(f"check {axes}", ranks))
         return Axis(group and weakref.ref(group), len(ranks), ranks.index(self._rank), self._native, ranks=ranks)

@@ -14,8 +14,8 @@ import copy
 import inspect
 import math
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     print = print_on_first
     training_dataloader = lr_scheduler = None  # until they are set
+    no_sync = contextlib.nullcontext  # gradients are summed over the ranks at the boundary only
 
     def __init__(self, module: nn.Module, client: Any, model_parameters: Any, settings: Config, kind: RunKind) -> None:
         """As for `zero.initialize`; `client`: the script's optimizer; `settings` are those of the run."""
@@ -83,7 +84,9 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         self._sums: dict[nn.Parameter, torch.Tensor | None] = {}
         self._counts: list[float] = []  # of the micro-batches of the step
         self._weighing = Weighing(settings)
-        self._broadcast()
+        for tensor in (*module.parameters(), *module.buffers()):
+            if self.world_size > 1 and tensor.numel():
+                dist.broadcast(tensor.data, 0)
         self.masters = self._make_masters(DTYPES[settings.compute_dtype])
         self.optimizer: Any = plain_optimizer(module, client, model_parameters, settings)
         if self.optimizer is not None:
@@ -183,11 +186,6 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         """See `Engine.set_gradient_accumulation_boundary`."""
         self._boundary = is_boundary
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Nothing to do: gradients are summed over the ranks at the boundary only."""
-        yield
-
     def was_step_applied(self) -> bool:
         """See `Engine.was_step_applied`."""
         return self._norm is not None and math.isfinite(self._norm)
@@ -205,24 +203,13 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         loader = make_loader(self._config, self.device, self._metrics.axis.rank, dataset, *args, **kwargs)
         return self._follow(loader)
 
-    def _follow(self, loader: Any) -> Any:
-        """See `Metrics.follow`."""
-        return self._metrics.follow(loader)
-
-    def gather_for_metrics(self, nested: Any, total: int | None = None) -> Any:
-        """See `Engine.gather_for_metrics`."""
-        return self._metrics.gather_for_metrics(nested, total)
-
-    def reduce(self, value: Any, op: Literal["mean", "sum"] = "mean") -> Any:
-        """See `Engine.reduce`."""
-        return self._metrics.reduce(value, op)
-
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Nothing to do: there is no line of a step."""
 
-    def destroy(self) -> None:
-        """End the groups that were made."""
-        self._places.close()
+    _follow = property(lambda self: self._metrics.follow)
+    gather_for_metrics = property(lambda self: self._metrics.gather_for_metrics, doc="See `Engine.gather_for_metrics`.")
+    reduce = property(lambda self: self._metrics.reduce, doc="See `Engine.reduce`.")
+    destroy = property(lambda self: self._places.close, doc="End the groups that were made.")
 
     def __getattr__(self, name: str) -> Any:
         """Look up what is missing in the module."""
@@ -230,11 +217,6 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_modules"]["module"], name)
-
-    def _broadcast(self) -> None:
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
-            if self.world_size > 1 and tensor.numel():
-                dist.broadcast(tensor.data, 0)
 
     @property
     def _dtype(self) -> torch.dtype:

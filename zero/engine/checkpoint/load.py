@@ -41,7 +41,7 @@ from zero.optim.optimizer import ZeroOptimizer
 
 
 class Values(NamedTuple):
-    """What a checkpoint holds for one rank beside the model's tensors.
+    """The contents of a checkpoint for one rank, without the model's tensors.
 
     shared, own: for `restore`; shared is None in a checkpoint that another program has written, own where no random
     numbers were saved. extra: what modules gave by `get_extra_state`, by name in a state_dict. steps: of the optimizer.
@@ -213,9 +213,13 @@ class CheckpointLoader:
             for unit in self._sharded.units:
                 loader.load(unit, anew)
             reader.finish()
-            if custom:
-                return _state_dict(reader)
-            world, ranks, own = self._sharded.world, plan.index.ranks, {}
+            index = plan.index
+            if custom:  # the whole model as it computed, in host memory
+                stored = {name: (each.weight, f"weight of '{name}'") for name, each in index.parameters.items()}
+                stored |= {name: (each, f"buffer '{name}'") for name, each in index.buffers.items()}
+                state = {name: reader.whole(*each) for name, each in stored.items()}
+                return state | {name: state[other] for name, other in index.tied.items()}
+            world, ranks, own = self._sharded.world, index.ranks, {}
             if len(ranks) == world.size:
                 own = (ranks[world.rank] or {}).get("buffers", {})
             load_buffers(reader, self._sharded.module, plan.match.buffers, own)
@@ -228,15 +232,6 @@ class CheckpointLoader:
             unit.gather()
         for unit in kept:
             unit.wait()
-
-
-def _state_dict(reader: Reader) -> dict[str, torch.Tensor]:
-    """The whole model as it computed, in host memory."""
-    index = reader.index
-    state = {name: reader.whole(each.weight, f"weight of '{name}'") for name, each in index.parameters.items()}
-    state.update({name: state[other] for name, other in index.tied.items()})
-    state.update({name: reader.whole(stored, f"buffer '{name}'") for name, stored in index.buffers.items()})
-    return state
 
 
 def _saved_values(plan: LoadPlan, rank: int, world_size: int) -> Values:

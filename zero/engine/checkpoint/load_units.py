@@ -100,7 +100,12 @@ class UnitLoader:
                 if self._ask.weights and unit.shard.master is not None:
                     unit.shard.publish()
         if states:
-            self._load_rows(unit)
+            # What the optimizer has of rows of matrices; what is not in the checkpoint begins anew.
+            for name, first, _, values in self._optimizer.states.rows(unit, self._group(unit), True):
+                source = self._names.get(name)
+                stored = None if source is None else self._index.parameters[source].scales.get("rows")
+                if stored is not None:
+                    self._reader.fill(values, stored, first, f"rows of '{source}'")
             self._load_numbers(unit)
         elif anew and unit.shard.master is not None:
             self._restart(unit)
@@ -143,14 +148,6 @@ class UnitLoader:
                 last = at + count == part.numel
                 target = moment.narrow(at, (moment.numel if last else at + count) - at)
                 reader.moment(name, key, part.start + at, count, partial(_round, target, signed), cut)
-
-    def _load_rows(self, unit: Unit) -> None:
-        """Take what the optimizer has of rows of matrices; what is not in the checkpoint begins anew."""
-        for name, first, _, values in self._optimizer.states.rows(unit, self._group(unit), True):
-            source = self._names.get(name)
-            stored = None if source is None else self._index.parameters[source].scales.get("rows")
-            if stored is not None:
-                self._reader.fill(values, stored, first, f"rows of '{source}'")
 
     def _load_numbers(self, unit: Unit) -> None:
         rule, group = self._optimizer.states, self._group(unit)

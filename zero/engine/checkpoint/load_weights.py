@@ -130,7 +130,7 @@ def _fitted(module: nn.Module, params: dict[str, nn.Parameter], place: Path, ind
 
 
 def _parts(param: nn.Parameter, name: str) -> list[Fragment]:
-    """What this rank holds of a parameter."""
+    """The part of a parameter that this rank holds."""
     owner = owner_of(param)
     if owner is None or owner.unit.opened:
         return [Fragment(name, 0, 0, param.numel())]

@@ -52,7 +52,12 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
             generator.set_state(state["cuda"])
     random.setstate(python_state(state["python"]))
     if state["numpy"] is not None:
-        _restore_numpy(state["numpy"])
+        try:
+            import numpy
+
+            numpy.random.set_state(dict(state["numpy"]))
+        except (ImportError, ValueError, TypeError) as error:
+            rank_zero(logging.WARNING, "random numbers: NumPy's global generator stays as it is, since %s", error)
     HOLDER.seeds.load_state_dict(state["streams"], _seed(state["torch"], "streams"))
 
 
@@ -93,15 +98,6 @@ def _of_python(state: tuple[int, tuple[int, ...], float | None]) -> State:
     version, words, gauss = state
     packed = struct.pack(f"<{len(words)}I", *words)
     return {"version": version, "words": torch.frombuffer(bytearray(packed), dtype=torch.uint8), "gauss": gauss}
-
-
-def _restore_numpy(state: Mapping[str, Any]) -> None:
-    try:
-        import numpy
-
-        numpy.random.set_state(dict(state))
-    except (ImportError, ValueError, TypeError) as error:
-        rank_zero(logging.WARNING, "random numbers: NumPy's global generator stays as it is, since %s", error)
 
 
 def _shared_streams(saved: Sequence[Mapping[str, Any]]) -> State:

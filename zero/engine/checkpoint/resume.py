@@ -1,7 +1,7 @@
-"""What a run needs to go on besides weights and optimizer state: taken from one engine, put into another.
+"""The state of a run besides weights and optimizer state: taken from one engine, put into another.
 
-`shared_state` is the same on all ranks, `rank_state` each rank's own. Both are plain values and tensors, as
-`zero.checkpoint.plain_values` encodes; they are not copies, so encode them before training goes on.
+`shared_state` is the same on all ranks: plain values and tensors, as `zero.checkpoint.plain_values` encodes; they are
+not copies, so encode them before training goes on. Each rank's own are its random numbers, see `random_state`.
 """
 
 from __future__ import annotations
@@ -52,11 +52,6 @@ def shared_state(engine: Any) -> dict[str, Any]:
     }
 
 
-def rank_state(engine: Any) -> dict[str, Any]:
-    """Random numbers of this rank; `random_state.for_rank` gives those of ranks that were not there."""
-    return {"random": random_state.capture(engine.device)}
-
-
 def restore(
     engine: Any,
     shared: Mapping[str, Any],
@@ -65,11 +60,11 @@ def restore(
     optimizer: bool,
     scheduler: bool,
 ) -> None:
-    """Put back what `shared_state` and `rank_state` took, in this run or another; gradients that are there are dropped.
+    """Put back what `shared_state` took, in this run or another; gradients that are there are dropped.
 
     optimizer: the hyperparameters of the parameter groups and the loss scale, too. scheduler: its state, too, and what
-    it reads and writes in the groups; without it, that stays as the engine's scheduler has it. `own` None leaves the
-    random numbers alone. After `check`. What only one side has is said in a warning and left alone.
+    it reads and writes in the groups; without it, that stays as the engine's scheduler has it. `own`: with this rank's
+    random numbers; None leaves them alone. After `check`. What only one side has is said in a warning and left alone.
     """
     training = engine._training
     if engine.optimizer is not None:
@@ -84,7 +79,11 @@ def restore(
     takes = scheduler and _both("a learning-rate scheduler", shared["scheduler"], engine.lr_scheduler)
     takes = takes and _load_scheduler(engine.lr_scheduler, shared["scheduler"])
     if engine.optimizer is not None:
-        _load_groups(engine, shared["groups"], optimizer, takes)
+        # Those of schedulers if the scheduler was, or if there is none here; else the others.
+        if (optimizer or takes) and _both("an optimizer", shared["groups"], engine.optimizer):
+            for group, values in zip(engine.optimizer.param_groups, shared["groups"], strict=True):
+                for key, value in _taken(engine, group, values, optimizer, takes).items():
+                    _put(group, key, value)
         if optimizer and shared["loss_scaler"] is not None:
             engine.optimizer.loss_scaler.load_state_dict(dict(shared["loss_scaler"]))
         engine.optimizer.forget_last_step()
@@ -207,15 +206,6 @@ def _load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> bool:
 
 def _of_group(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NOT_STATE}
-
-
-def _load_groups(engine: Any, saved: Any, optimizer: bool, scheduler: bool) -> None:
-    """Put hyperparameters back: those of schedulers if the scheduler was, or if there is none here; else the others."""
-    if not (optimizer or scheduler) or not _both("an optimizer", saved, engine.optimizer):
-        return
-    for group, values in zip(engine.optimizer.param_groups, saved, strict=True):
-        for key, value in _taken(engine, group, values, optimizer, scheduler).items():
-            _put(group, key, value)
 
 
 def _taken(

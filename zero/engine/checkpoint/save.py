@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import itertools
 import os
 import secrets
 import threading
@@ -14,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from zero.checkpoint.folder import LATEST, check_folder
 from zero.checkpoint.retention import Retention
@@ -78,11 +77,11 @@ class CheckpointSaver:
     asynchronous: whether saves run beside the loop, from the snapshot.
     """
 
-    def __init__(self, engine: Any, config: Config, sharded: ShardedModule, device: torch.device) -> None:
+    def __init__(self, engine: Any, config: Config, sharded: ShardedModule) -> None:
         section = config.zero.checkpoint
         self.barrier = sharded.world.watchdog.barrier
         self.asynchronous = section.asynchronous
-        self.snapshot = Snapshot(pinned=device.type == "cuda")
+        self.snapshot = Snapshot(pinned=sharded.device.type == "cuda")
         self._retention = Retention(section.keep, section.keep_optimizer)
         self._began = time.time()
         self._engine = weakref.proxy(engine)  # it holds this object, and is freed without the garbage collector
@@ -176,7 +175,12 @@ class CheckpointSaver:
             if (error := self.error()) is not None:
                 raise error
             engine._status.check()
-            self._check_window()
+            if count := engine._accumulation.pending():
+                steps = engine.gradient_accumulation_steps()
+                raise RuntimeError(
+                    f"save_checkpoint() in the middle of an accumulation window: {count} of {steps} micro-batches are "
+                    "in, and their gradients would be lost; call it after the step() at the boundary"
+                )
             root = os.path.abspath(check_folder(save_dir, "save_checkpoint(): save_dir"))
             tag = _tag_of(f"global_step{engine.global_steps}" if tag is None else tag)
             state = SavedState(engine, self._sharded.units, client or {}, skip_frozen=options[1])
@@ -212,7 +216,8 @@ class CheckpointSaver:
         try:
             writer.begin()
             if self.asynchronous:
-                self.snapshot.begin(small + state.resident_forms())
+                there = [forms for unit, forms in state.forms.items() if unit.shard.placement.resident]
+                self.snapshot.begin([*small, *itertools.chain(*there)])  # what rests in files is written in the call
             with contextlib.closing(state.chunks(small)) as chunks:
                 for chunk, resident in chunks:
                     (self.snapshot.take if self.asynchronous and resident else writer.put)(chunk)
@@ -253,15 +258,6 @@ class CheckpointSaver:
         finally:
             self.barrier.shut()
             self.snapshot.clear()
-
-    def _check_window(self) -> None:
-        """Raise RuntimeError while gradients wait for a step."""
-        if count := self._engine._accumulation.pending():
-            steps = self._engine.gradient_accumulation_steps()
-            raise RuntimeError(
-                f"save_checkpoint() in the middle of an accumulation window: {count} of {steps} micro-batches are in, "
-                "and their gradients would be lost; call it after the step() at the boundary"
-            )
 
 
 def _failure(what: str, error: Exception | None, when: str = "") -> Exception:

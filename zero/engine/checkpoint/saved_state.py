@@ -1,4 +1,4 @@
-"""What one rank has to save of an engine: its part of every unit, each element once over all ranks, on every stage."""
+"""The part of an engine that one rank saves: of every unit, each element once over all ranks, on every stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from zero.checkpoint.staging import host_bytes
 from zero.core.owner import owner_of
 from zero.core.unit import Unit
 from zero.core.world import World
-from zero.engine.checkpoint.resume import rank_state, shared_state
+from zero.engine.checkpoint import random_state
+from zero.engine.checkpoint.resume import shared_state
 from zero.kernels.crc32 import crc32
 from zero.kernels.moments import BLOCK, Moment, blocks_of
 from zero.optim.optimizer import ZeroOptimizer
@@ -49,22 +50,23 @@ class SavedState:
                 )
             unit.take_writes()
         self._buffers = saved_buffers(engine.module)
-        self._extra_of = _extra_states(engine.module)
+        state = engine.module.state_dict(keep_vars=True)  # with what modules give by `get_extra_state`
+        self._extra_of = {name: value for name, value in state.items() if name.rpartition(".")[2] == EXTRA}
         self._extra = encode(self._extra_of, "extra_state")
         self._shared = encode(shared_state(engine), "engine_state")
         self._client = encode(client, "client_state")
-        self._own = encode(rank_state(engine), f"rank_state/{self._world.rank}")
+        self._own = encode({"random": random_state.capture(engine.device)}, f"rank_state/{self._world.rank}")
         self.forms = {unit: list(_unit_chunks(unit, self._optimizer, forms=True)) for unit in self.units}
         self._whole = _whole_chunks("buffer", self._buffers)
 
     def request(self) -> dict[str, Any]:
-        """What rank 0 must know of it before anything is written, as JSON."""
+        """The facts that rank 0 must know before anything is written, as JSON."""
         nbytes = sum(form.values.nbytes for forms in self.forms.values() for form in forms)
         alone = self._world.size == 1
         return {
             "buffers": {} if alone else {name: _digest(value) for name, value in self._buffers.items()},
             "extra": [] if alone else [*self._extra_of],
-            "alike": self._engine._sharded.meshes.peers.ranks[0],
+            "alike": self._engine._sharded.meshes.same_part.ranks[0],
             "nbytes": nbytes + sum(chunk.values.nbytes for chunk in self._whole),
             "files": not all(unit.shard.placement.resident for unit in self.units),
         }
@@ -98,10 +100,6 @@ class SavedState:
             with unit.shard.acquired():
                 for chunk in _unit_chunks(unit, self._optimizer):
                     yield chunk, unit.shard.placement.resident
-
-    def resident_forms(self) -> list[TensorChunk]:
-        """Of the chunks that lie in memory."""
-        return [form for unit, forms in self.forms.items() if unit.shard.placement.resident for form in forms]
 
     def model(self) -> dict[str, Any]:
         """What the index says of the parameters that no rank before this one has, beside where they lie; JSON."""
@@ -207,14 +205,8 @@ def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _extra_states(module: nn.Module) -> dict[str, Any]:
-    """What modules give of themselves by `get_extra_state`, by its name in a state_dict."""
-    state = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if name.rpartition(".")[2] == EXTRA}
-
-
 def _digest(value: torch.Tensor) -> list[Any]:
-    """What is equal for equal tensors, and hardly ever else; JSON."""
+    """A digest of a tensor; JSON."""
     flat = value.detach().cpu().contiguous()
     return [dtype_name(value.dtype), list(value.shape), crc32(host_bytes(flat))]
 

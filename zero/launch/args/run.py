@@ -67,7 +67,7 @@ class ConfigFlags(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What `zero run` was asked to do."""
+    """The arguments of `zero run`."""
 
     script: str
     script_args: tuple[str, ...]

@@ -53,7 +53,7 @@ class ScriptRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRequest(ScriptRequest):
-    """What `zero check` was asked to do."""
+    """The arguments of `zero check`."""
 
     stages: tuple[int, ...]
     accumulations: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What ended a job: the failure that came first, in words, and the exit status that follows from it."""
+"""The end of a job: the failure that came first, in words, and the exit status that follows from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank runs first: it binds the process to its cores, has it end with its launcher, and becomes the program.
+"""The first program of a rank: it binds the process to its cores, has it end with its launcher, and becomes the script.
 
 A file that is run by its path, with nothing imported but what Python has loaded anyway, so that it costs little.
 """

@@ -28,7 +28,7 @@ _TRY = 2.0  # seconds for one attempt to connect
 
 
 class Attempt(NamedTuple):
-    """What the ranks of one host need to know to start."""
+    """The facts that the ranks of one host need to start."""
 
     number: int
     world: HostWorld  # of the hosts that take part

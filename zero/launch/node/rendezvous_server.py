@@ -42,7 +42,7 @@ _UNKNOWN = 256  # connections of whom nothing is known yet; the oldest goes
 
 @dataclass(frozen=True)
 class Terms:
-    """What all hosts of a job must be started with alike."""
+    """The facts in which all hosts of a job must be alike."""
 
     world: HostWorld
     restarts: int = 0
@@ -63,7 +63,7 @@ class Terms:
 
 @dataclass
 class _Round:
-    """What the first host knows of one attempt."""
+    """One attempt, as the first host knows it."""
 
     number: int = 0
     ready: set[int] = field(default_factory=set)  # the hosts that could start it

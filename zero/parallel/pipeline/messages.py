@@ -1,8 +1,8 @@
-"""What stages hand to each other: activations one way, and their gradients the other.
+"""The messages between stages: activations one way, and their gradients the other.
 
 A message is the tensors of a value, one after the other. What form the value has (nesting, shapes, dtypes, numbers) is
-told once for each form of a micro-batch, ahead of the first such value: micro-batches of other lengths or sizes have
-another form, and nothing is told of one that was there before.
+sent once for each form of a micro-batch, ahead of the first such value: micro-batches of other lengths or sizes have
+another form, and nothing is sent of one that was there before.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from zero.core import comm
+from zero.core.p2p import Message, Passage, begin, messages_device, receive_ints, send_ints, tag_of_kind
 from zero.core.world import Axis
-from zero.watchdog.rank_status import Collective
 
 
 class Form(NamedTuple):
@@ -35,7 +34,7 @@ class Form(NamedTuple):
 
 
 def form_of(tensor: torch.Tensor) -> Form:
-    """What the rank that receives the tensor must know."""
+    """The form of the tensor, for the rank that receives it."""
     as_it_is = tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() != tensor.stride()
     needs_grad = tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
     return Form(tuple(tensor.shape), tensor.dtype, needs_grad, () if as_it_is else tensor.stride())
@@ -77,39 +76,6 @@ def decode(said: Any, tensors: list[Any], make: Any) -> Any:
     return (list if kind == "list" else tuple)(decode(each, tensors, make) for each in of)
 
 
-class Arrival(NamedTuple):
-    """Tensors that are on their way here. Keeps their memory alive."""
-
-    works: Sequence[dist.Work]
-    tensors: Sequence[torch.Tensor]
-    collective: Collective
-    axis: Axis
-    device: torch.device
-
-    def wait(self) -> list[torch.Tensor]:
-        """What has come (on CUDA: as the current stream will see it)."""
-        self.axis.watchdog.wait(self.works, self.collective)
-        return [each.to(self.device) for each in self.tensors]
-
-
-class Departure(NamedTuple):
-    """Tensors on their way to another rank. Keeps their memory alive."""
-
-    works: Sequence[dist.Work]
-    tensors: Sequence[torch.Tensor]
-    collective: Collective
-    axis: Axis
-
-    @property
-    def done(self) -> bool:
-        """Whether they have left."""
-        return all(work.is_completed() for work in self.works)
-
-    def wait(self) -> None:
-        """Until they have left."""
-        self.axis.watchdog.wait(self.works, self.collective)
-
-
 class Messages:
     """Sends and receives along pp. A rank and its neighbour post what they exchange in one order.
 
@@ -119,16 +85,16 @@ class Messages:
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._axis, self._device = axis, device
         self.forms: dict[tuple[int, Hashable], Any] = {}
-        self._words: list[comm.Word] = []
+        self._sent: list[Passage] = []
+        comm.connect(axis)
 
     def form_to(self, place: int, stage: int, key: Hashable, said: Any) -> None:
-        """The form of what goes into `stage` at `place`; told if it is not known there."""
-        said = json.loads(json.dumps(said))  # lists for tuples, as it is heard
+        """The form of what goes into `stage` at `place`; sent if it is not known there."""
+        said = json.loads(json.dumps(said))  # lists for tuples, as it is received
         known = self.forms.setdefault((stage, key), said)
         if known is said:
             text = json.dumps(said).encode()
-            self._words += comm.tell([len(text)], [place], self._axis)
-            self._words += comm.tell(list(text), [place], self._axis)
+            self._sent += (send_ints(each, [place], self._axis) for each in ([len(text)], list(text)))
         elif known != said:
             raise RuntimeError(
                 f"what stage {stage} of the pipeline gets has another form than before, for inputs of the same shapes: "
@@ -136,41 +102,36 @@ class Messages:
             )
 
     def form_from(self, place: int, stage: int, key: Hashable, what: str) -> Any:
-        """The form of what comes into `stage` from `place`; heard from there if it is not known."""
+        """The form of what comes into `stage` from `place`; received from there if it is not known."""
         if (stage, key) not in self.forms:
-            (count,) = comm.hear(1, place, self._axis, f"form of activations {what}")
-            text = bytes(comm.hear(count, place, self._axis, f"form of activations {what}"))
+            (count,) = receive_ints(1, place, self._axis, f"form of activations {what}")
+            text = bytes(receive_ints(count, place, self._axis, f"form of activations {what}"))
             self.forms[stage, key] = json.loads(text)
         return self.forms[stage, key]
 
-    def send(self, tensors: Sequence[torch.Tensor], place: int, kind: str, what: str) -> Departure:
+    def send(self, tensors: Sequence[torch.Tensor], place: int, kind: str, what: str) -> Passage:
         """Start to send tensors to the rank at `place`."""
-        axis = self._axis
-        there = self._device if axis.native else torch.device("cpu")  # gloo sends from host memory only
-        sent = [_memory(each.detach().to(there)) for each in tensors if each.numel()]
-        leaves = sum(each.nbytes for each in sent)
-        collective = axis.watchdog.begin(f"{kind} {what}", "", leaves, (), (axis.ranks[place],), True)
-        with axis.watchdog.sending(collective):
-            tag = comm.tag_of_kind(kind, axis, collective.attempt)
-            works = [dist.isend(each, group=axis.group, group_dst=place, tag=tag) for each in sent]
-        return Departure(works, sent, collective, axis)
+        there = messages_device(self._axis, self._device)
+        sends = [(_memory(each.detach().to(there)), place) for each in tensors if each.numel()]
+        return self._begin(sends, (), place, kind, what)
 
-    def receive(self, forms: Sequence[Form], place: int, kind: str, what: str) -> Arrival:
+    def receive(self, forms: Sequence[Form], place: int, kind: str, what: str) -> Passage:
         """Start to receive tensors of these forms from the rank at `place`."""
-        axis = self._axis
-        there = self._device if axis.native else torch.device("cpu")
-        tensors = [form.empty(there) for form in forms]
-        collective = axis.watchdog.begin(f"{kind} {what}", "", 0, (), (axis.ranks[place],), True)
-        filled = [_memory(each) for each in tensors if each.numel()]
-        with axis.watchdog.sending(collective):
-            tag = comm.tag_of_kind(kind, axis, collective.attempt)
-            works = [dist.irecv(each, group=axis.group, group_src=place, tag=tag) for each in filled]
-        return Arrival(works, tensors, collective, axis, self._device)
+        tensors = [form.empty(messages_device(self._axis, self._device)) for form in forms]
+        filled = [(_memory(each), place) for each in tensors if each.numel()]
+        return self._begin((), filled, place, kind, what)._replace(received=tensors)
 
     def settle(self) -> None:
-        """Wait until all that was told of forms has left."""
-        words, self._words = self._words, []
-        comm.delivered(words, self._axis)
+        """Wait until all that was sent of forms has been received."""
+        while self._sent:
+            self._sent.pop(0).wait()
+
+    def _begin(
+        self, sends: Sequence[Message], receives: Sequence[Message], place: int, kind: str, what: str
+    ) -> Passage:
+        axis, leaves = self._axis, sum(each.nbytes for each, _ in sends)
+        collective = axis.watchdog.begin(f"{kind} {what}", "", leaves, (), (axis.ranks[place],), True)
+        return begin(sends, receives, axis, collective, tag_of_kind(kind, axis, collective.attempt), self._device)
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

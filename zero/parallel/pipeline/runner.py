@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero.core.p2p import Passage
 from zero.core.sharded_module import ShardedModule
 from zero.core.tensors import map_leaves
 from zero.core.world import Axis
-from zero.parallel.pipeline.messages import Arrival, Departure, Form, Messages, decode, encode
+from zero.parallel.pipeline.messages import Form, Messages, decode, encode
 from zero.parallel.pipeline.stage import Alias, Batch, Stage
 from zero.plan.pipeline import Action, Kind, Schedule
 
@@ -54,7 +55,7 @@ class Runner:
         self.axis, self.sharded = axis, sharded
         self.messages = Messages(axis, sharded.device)
         self.gathers_once, self.reduces_each = gathers_once, reduces_each
-        self.going: list[Departure] = []  # here, not in a pass: what one that fails has sent is to arrive
+        self.going: list[Passage] = []  # here, not in a pass: what one that fails has sent is to arrive
         reads = [unit for stage in stages for unit in stage.units]
         # Reduced when all stages have ended: other ranks, or another stage here, add to their gradients.
         shared = [each for each in sharded.trained if reads.count(each) != 1 or "pp" in "".join(each.mesh.axes.replica)]
@@ -90,7 +91,7 @@ class Run:
         self._runner, self._batches, self._calls = runner, batches, calls
         self._first, self._last = first, last
         self._places, self._actions = schedule.places, schedule.orders[runner.axis.rank]
-        self._coming: dict[Action, Arrival] = {}  # by the action that began to receive it
+        self._coming: dict[Action, Passage] = {}  # by the action that began to receive it
         self._handed: dict[Action, Handed] = {}  # by the action that would receive it from another rank
         self._sending: dict[Action, Sequence[torch.Tensor]] = {}  # by the action that sends it
         self._forms: dict[tuple[int, int], list[Form]] = {}  # of what a stage has given, by it and the micro-batch
@@ -211,7 +212,7 @@ class Run:
         forward = kind is Kind.SEND_FORWARD
         to = at + 1 if forward else at - 1
         going = self._runner.going
-        going[:] = [departure for departure in going if not departure.done]
+        going[:] = [passage for passage in going if not passage.done]
         sent = self._sending.pop(action), self._places[to], "activations" if forward else "gradients"
         going.append(self._runner.messages.send(*sent, f"of micro-batch {number} for stage {to}"))
 

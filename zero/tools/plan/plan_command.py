@@ -24,7 +24,7 @@ from zero.memory.available import available_nbytes
 from zero.plan.formats import ITEMSIZE
 from zero.plan.grid import AXES, DATA, PARTS_OF_MODEL, Grid, by_axis
 from zero.sizes.cost import ModelCost, shape_cost
-from zero.sizes.estimate import DEFAULT, GB, TP, PlanRow, estimate
+from zero.sizes.estimate import DEFAULT, GB, TP, estimate
 from zero.sizes.lines import of_each, wrapped
 from zero.sizes.rates import DEVICES, Rates
 from zero.sizes.shape import Shape, shape_of
@@ -203,14 +203,19 @@ class PlannedModel:
 
     def setup(self) -> Setup:
         """What the search is made for."""
-        settings = _settings(self._given)
-        cost, per_host = self._cost(settings), _ranks_per_host(self._given)
+        given, worlds = self._given, self._given.world or WORLDS
+        source = DEFAULT if given.config is None else given.config
+        # Of batch sizes that cannot hold on several numbers of ranks, one is left.
+        if len(worlds) > 1 and TRAIN in (values := read(source).values):
+            source = {key: value for key, value in values.items() if key not in (MICRO, STEPS)}
+        settings = load(source, worlds[0], filled=False, refused=PARTS_OF_MODEL)
+        cost, per_host = self._cost(settings), _ranks_per_host(given)
         if settings.sequence_parallel_size > 1:  # beside the rest are q, k, v and the result, or another rank's k and v
             held = {"ulysses": 4, "ring": 2}[settings.zero.context.mode]
             units = (replace(it, working=it.working + held * it.recomputable * it.saved["full"]) for it in cost.units)
             notes = (*cost.notes, "The time of attention's messages is not counted.")
             cost = replace(cost, units=tuple(units), notes=notes)
-        if (device := self._given.device) != "measured":
+        if (device := given.device) != "measured":
             if (name := _DEVICE if device == "cuda" else device) not in DEVICES:
                 known = f"measured, {', '.join(DEVICES)}; or cuda or cpu, for bytes only"
                 raise ValueError(f"--device: got {device!r}, wanted one of {known}")
@@ -268,26 +273,15 @@ def _searched(given: argparse.Namespace, setup: Setup) -> Iterator[str]:
     if not best.lacks:
         yield from summary(setup, rows)
     if given.json is not None:
-        yield from _written(given.json, setup, best)
-
-
-def _written(path: str, setup: Setup, row: PlanRow) -> Iterator[str]:
-    if row.lacks:
-        raise ValueError(f"--json: nothing fits, so there is no configuration to write ({'; '.join(row.lacks)})")
-    values = apply(setup.settings.raw, row.sets)
-    load(values, setup.ranks, filled=False, refused=PARTS_OF_MODEL)
-    text = json.dumps(values, indent=2)
-    if path != "-":
-        Path(path).write_text(f"{text}\n", encoding="utf-8")
-    yield text if path == "-" else f"wrote {path}: {name_of(row)}"
-
-
-def _settings(given: argparse.Namespace) -> Config:
-    """The configuration, on the first number of ranks. Of batch sizes that cannot hold on several, one is left."""
-    source, worlds = DEFAULT if given.config is None else given.config, given.world or WORLDS
-    if len(worlds) > 1 and TRAIN in (values := read(source).values):
-        source = {key: value for key, value in values.items() if key not in (MICRO, STEPS)}
-    return load(source, worlds[0], filled=False, refused=PARTS_OF_MODEL)
+        if best.lacks:
+            raise ValueError(f"--json: nothing fits, so there is no configuration to write ({'; '.join(best.lacks)})")
+        values = apply(setup.settings.raw, best.sets)
+        load(values, setup.ranks, filled=False, refused=PARTS_OF_MODEL)
+        text = json.dumps(values, indent=2)
+        if given.json != "-":
+            Path(given.json).write_text(f"{text}\n", encoding="utf-8")
+            text = f"wrote {given.json}: {name_of(best)}"
+        yield text
 
 
 def _has_gpu() -> bool:

@@ -64,12 +64,7 @@ def measured(ranks: int, dtype: str = "fp32", width: int = 512, model: str = "",
     if ended.status or len(ended.wrote) < ranks:
         text = f"the rates of this machine could not be measured on {counted(ranks, 'rank')}:"
         raise RuntimeError(f"{text}\n{ended.said}")
-    return together([json.loads(text) for text in ended.wrote.values()])
-
-
-def together(found: Sequence[Mapping[str, Any]]) -> Rates:
-    """The median of each figure over ranks, of what `measure` gave on each."""
-    return Rates(name="measured", **{name: _middle([each[name] for each in found]) for name in found[0]})
+    return Rates(name="measured", **_middle([json.loads(text) for text in ended.wrote.values()]))
 
 
 def _middle(values: Sequence[Any]) -> Any:
@@ -100,7 +95,9 @@ def measure(dtype: str, width: int = 512, model: Build | None = None) -> dict[st
     flops: dict[str, float] = {}
     for name in dict.fromkeys(("fp32", dtype)):
         module, turn = one_pass(name, width, device, model)
-        flops[name] = flops_of(turn) / _median(turn, device)
+        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+            turn()
+        flops[name] = counter.get_total_flops() / _median(turn, device)
     rates: dict[str, Any] = {
         "flops": flops,
         "recompute": {dtype: recomputing(module, turn, device)},
@@ -118,13 +115,6 @@ def measure(dtype: str, width: int = 512, model: Build | None = None) -> dict[st
         rates |= _links(world, device)
     world.watchdog.close()
     return rates
-
-
-def flops_of(turn: Callable[[], None]) -> int:
-    """Those of one pass."""
-    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-        turn()
-    return counter.get_total_flops()
 
 
 def recomputing(module: nn.Module, turn: Callable[[], None], device: torch.device) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from zero.config import Config
 from zero.config.unavailable import lookup
 from zero.memory.update_costs import RESERVE, UpdateRates, update_costs
 from zero.plan.formats import Formats, wire_alignment
-from zero.plan.memory import Scheme
+from zero.plan.memory import COMMUNICATOR, Scheme, communicators
 from zero.plan.units import UnitPlan
 from zero.sizes.choice import CHOICES, FILE, StageChoice, own_choice, scheme_of
 from zero.sizes.choice import DEVICE as DEVICE_MEMORY
@@ -26,7 +27,7 @@ from zero.sizes.step_time import DEVICE, DRIVE, HOST, LINK, Pace, Prediction, Un
 if TYPE_CHECKING:
     from torch import nn
 
-USABLE = 0.92  # of the device's memory: torch, CUDA and what the allocator cannot use take the rest
+USABLE = 0.92  # of the device's memory: torch, CUDA and what the allocator cannot use take the rest; NCCL takes more
 _ALIKE = 1.01
 _SIZES = 4  # micro-batches of each row, the largest that fit
 _STEPS = 2, 4  # that are simulated: without state off the device, whose updates reach into the next step, and with
@@ -69,11 +70,6 @@ class Setup:
     def units(self) -> tuple[UnitPlan, ...]:
         """As an engine makes them."""
         return units_of(self.model, self.settings, self.formats.alignment)
-
-    @cached_property
-    def room(self) -> float:
-        """Bytes of the device that a run may take."""
-        return USABLE * self.rates.device_memory
 
     @property
     def dtype(self) -> str:
@@ -167,6 +163,15 @@ class Search:
         rest = per_rank % setup.settings.world_size if isinstance(per_rank, int) else 1
         self._samples = None if rest else per_rank // setup.settings.world_size
 
+    @cached_property
+    def room(self) -> float:
+        """Bytes of the device that a run may take."""
+        settings, scheme = self.setup.settings, self._state(1)[1].scheme
+        others = [settings.sequence_parallel_size, *(settings.grid.size(axis) for axis in ("tp", "pp"))]
+        world = settings.world_size * math.prod(others)
+        made = communicators(world, scheme.parts, scheme.replicas, scheme.secondary, others)
+        return USABLE * self.setup.rates.device_memory - COMMUNICATOR * made * self.setup.mirrored
+
     def sizes(self, policy: str) -> list[int]:
         """Micro-batches to try: powers of two, the configuration's and the largest; the smallest where none fits."""
         most, own = self.largest(policy), self.setup.settings.train_micro_batch_size_per_gpu
@@ -202,7 +207,7 @@ class Search:
             step=self._step(policy, part, accumulation),
             sets=_sets(setup, self.choice, policy, micro_batch, accumulation),
         )
-        return replace(row, lacks=tuple(_lacks(setup, row)))
+        return replace(row, lacks=tuple(_lacks(setup, row, self.room)))
 
     def _accumulation(self, micro_batch: int) -> int:
         """How many micro-batches make a step."""
@@ -248,10 +253,10 @@ class Search:
         setup, host = self.setup, self._state(accumulation)[0].host.memory
         moments, away = self._moments(policy, accumulation), setup.cost.on_host(policy)
         if setup.mirrored:
-            left = [(setup.room - state, sample) for state, sample in moments]
+            left = [(self.room - state, sample) for state, sample in moments]
             left.append((setup.rates.host_memory - host, away))
         else:
-            left = [(setup.room - state - host, sample + away) for state, sample in moments]
+            left = [(self.room - state - host, sample + away) for state, sample in moments]
         if any(room < 0 for room, _ in left):
             return -1.0
         return setup.settings.sequence_parallel_size * min(room / sample for room, sample in left if sample)
@@ -287,9 +292,9 @@ class Search:
         return times._replace(forward=max(away, forward), backward=max(away, times.backward + backward + again))
 
 
-def _lacks(setup: Setup, row: PlanRow) -> Iterator[str]:
+def _lacks(setup: Setup, row: PlanRow, room: float) -> Iterator[str]:
     """What there is too little of."""
-    host, room = row.host.memory + row.inputs_on_host, setup.room
+    host = row.host.memory + row.inputs_on_host
     peak = row.peak if setup.mirrored else row.peak + host
     if peak > room:
         name = "device" if setup.mirrored else "memory"

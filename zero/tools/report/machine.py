@@ -36,8 +36,8 @@ _INSTRUCTIONS = (
     "neon", "sve", "bf16",
 )  # fmt: skip
 
-
 Facts = dict[str, Any]
+GIB = 2**30
 
 
 def run(measured: bool, as_json: bool) -> int:
@@ -64,7 +64,7 @@ def lines(facts: Facts, speed: Facts | None) -> list[str]:
         ("collectives", f"gloo {'' if versions['gloo'] else 'not '}there, NCCL {versions['nccl'] or 'not there'}"),
         ("machine", f"{machine['system']}, {machine['architecture']}, {machine['name']}"),
         ("cores", f"{machine['cores']}, of which torch uses {machine['threads']}"),
-        ("RAM", _gib(machine["memory_nbytes"])),
+        ("RAM", in_gib(machine["memory_nbytes"])),
         ("instructions", " ".join(machine["instructions"]) or "unknown"),
         ("CPU kernels", "not there" if cpu["picked"] is None else kernels),
         ("CUDA kernels", f"compiled for {' '.join(archs)}" if archs else "not there"),
@@ -79,13 +79,14 @@ def lines(facts: Facts, speed: Facts | None) -> list[str]:
     return [f"{name:<{width}}  {text}" for name, text in rows] + [f"\nproblem: {text}" for text in facts["problems"]]
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"
+def in_gib(nbytes: int) -> str:
+    """As text."""
+    return f"{nbytes / GIB:,.1f} GiB"
 
 
 def _gpu_text(gpu: Facts) -> str:
     kernels = "runs the kernels" if gpu["runs_kernels"] else "runs plain torch operations"
-    return f"{gpu['name']}, compute capability {gpu['capability']}, {_gib(gpu['memory_nbytes'])}, {kernels}"
+    return f"{gpu['name']}, compute capability {gpu['capability']}, {in_gib(gpu['memory_nbytes'])}, {kernels}"
 
 
 def _extra_rows(extras: list[Facts]) -> list[tuple[str, str]]:
@@ -118,13 +119,8 @@ def gather() -> Facts:
             "plain torch operations run there, with equal results but several times slower. To get them, install zero "
             "from source with this compute capability in ZERO_CUDA_ARCHS."
         )
-    facts = {"versions": _versions(), "machine": _machine(), "cpu": cpu, "cuda": compiled, "gpus": gpus}
-    return facts | {"extras": _extras(), "problems": problems}
-
-
-def _versions() -> Facts:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_available() and dist.is_nccl_available() else None
-    return {
+    versions = {
         "zero": _version("zero") or "(not installed)",  # run from its folder
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -132,11 +128,8 @@ def _versions() -> Facts:
         "nccl": nccl,
         "gloo": dist.is_available() and dist.is_gloo_available(),
     }
-
-
-def _machine() -> Facts:
     capable = torch.cpu.get_capabilities()
-    return {
+    machine = {
         "system": platform.system(),
         "architecture": platform.machine(),
         "name": str(capable.get("cpu_name") or platform.processor() or "unknown"),
@@ -145,6 +138,8 @@ def _machine() -> Facts:
         "instructions": [name for name in _INSTRUCTIONS if capable.get(name)],
         "memory_nbytes": psutil.virtual_memory().total,
     }
+    facts = {"versions": versions, "machine": machine, "cpu": cpu, "cuda": compiled, "gpus": gpus}
+    return facts | {"extras": _extras(), "problems": problems}
 
 
 def _cpu_kernels() -> Facts:
@@ -180,13 +175,8 @@ def _extras() -> list[Facts]:
         requirements = [Requirement(text) for text in metadata.requires("zero") or ()]
     except metadata.PackageNotFoundError:
         return []
-    extras = []
-    for requirement in requirements:
-        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", str(requirement.marker or ""))
-        if extra is not None:
-            version = _version(requirement.name)
-            extras.append({"extra": extra[1], "name": requirement.name, "version": version})
-    return extras
+    found = [(re.search(r"extra\s*==\s*['\"]([^'\"]+)", str(each.marker or "")), each.name) for each in requirements]
+    return [{"extra": extra[1], "name": name, "version": _version(name)} for extra, name in found if extra]
 
 
 def _version(name: str) -> str | None:

@@ -49,14 +49,6 @@ def write(folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = N
     """
     run = read(folder)
     path = run.folder / "report.html" if out is None else Path(out)
-    text = render(run)
-    part = path.with_name(f"{path.name}.part{os.getpid()}")
-    part.write_text(text, encoding="utf-8")  # beside it, so that a reader never meets half of one
-    return part.replace(path)
-
-
-def render(run: WrittenRun) -> str:
-    """The page as text."""
     from jinja2 import Environment, PackageLoader
 
     from zero.tools.report.charts import embedded
@@ -65,7 +57,10 @@ def render(run: WrittenRun) -> str:
     library, script, elements = embedded({each.title: each.chart for each in sections if each.chart is not None})
     sections = [replace(section, chart=elements.get(section.title)) for section in sections]
     template = Environment(loader=PackageLoader("zero.tools.report", "."), autoescape=True).get_template("page.html")
-    return template.render(name=run.folder.resolve().name, sections=sections, library=library, script=script)
+    text = template.render(name=run.folder.resolve().name, sections=sections, library=library, script=script)
+    part = path.with_name(f"{path.name}.part{os.getpid()}")
+    part.write_text(text, encoding="utf-8")  # beside it, so that a reader never meets half of one
+    return part.replace(path)
 
 
 def command(folder: str, out: str | None) -> int:

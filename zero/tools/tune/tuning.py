@@ -64,10 +64,6 @@ class Tried:
             ends += [statistics.median(run) - (high - low) / 2, statistics.median(run) + (high - low) / 2]
         return (min(ends), max(ends)) if ends else (math.inf, math.inf)
 
-    def again(self, other: Tried) -> Tried:
-        """With the runs of `other`, too."""
-        return replace(self, seconds=[*self.seconds, *other.seconds], memory=max(self.memory, other.memory))
-
 
 @dataclass(frozen=True)
 class Tuned:
@@ -175,7 +171,8 @@ def tune(request: TuneRequest) -> Tuned:
         turns = [(0, {**own.row, "sets": {}}, 1), (at, runs[at].row, 0)] if at and own.seconds else []
         for number, row, more in turns:
             if (found := timed(row, more)) is not None:
-                runs[number] = runs[number].again(found)
+                was, memory = runs[number], max(runs[number].memory, found.memory)
+                runs[number] = replace(was, seconds=[*was.seconds, *found.seconds], memory=memory)
     if not any(run.seconds for run in runs):
         raise Untunable(f"no run came to its {WARMUP + request.steps} steps; the script's own was {runs[0].why}")
     tuned = Tuned(runs, rows, config, time.monotonic() - begin)
