@@ -48,9 +48,9 @@ def memory() -> Figure:
         sharding = Sharding.of_stage(stage)
         scheme = Scheme(sharding, 8 if sharding.optim else 1, formats=formats, accumulation=2)  # adds up in fp32
         gradients = {"reduced_gradients" if sharding.grads else "local_gradients": ["all"]}
-        state = alive_nbytes([unit], scheme, **gradients).state
+        held = alive_nbytes([unit], scheme, **gradients)
         left = 0.0
-        for (kind, color), nbytes in zip(KINDS.items(), state, strict=True):
+        for (kind, color), nbytes in zip(KINDS.items(), (held.parameters, held.gradients, held.record), strict=True):
             axes.barh(row, nbytes / 1e9, left=left, color=color, label=kind if row == 0 else None)
             left += nbytes / 1e9
         axes.text(left + 1, row, f"{left:.1f}", va="center")
