@@ -20,7 +20,7 @@ from measure import machine_line, paired, rotated, run_ranks, slowest, stat, tab
 from torch import Tensor
 
 from zero.core import comm
-from zero.core.world import Axis
+from zero.core.comm import Axis
 
 # torch 2.13 renamed both; older releases have only the second name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -17,7 +17,7 @@ import torch
 from measure import machine_line, stat, table
 
 import zero
-from zero.core.world import local_device
+from zero.core.comm import local_device
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "gpt"))
 from model import GPT, VOCAB, Shape

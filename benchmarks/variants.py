@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import zero
-from zero.core.world import local_device
+from zero.core.comm import local_device
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "gpt"))
 import model as gpt

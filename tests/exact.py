@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zero
-from zero.core.world import local_device
+from zero.core.comm import local_device
 from zero.plan.grid import DATA, DENSE, EXPERTS, PARTS, SUMS, Grid, UnitAxes
 
 SAMPLES, TOKENS, WIDTH = 4, 4, 8  # of a micro-batch over all ranks

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from device import moved
 from torch import nn
 
-from zero.core.world import local_device
+from zero.core.comm import local_device
 
 WIDTH = 12
 CODED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}  # what travels has 8 bits

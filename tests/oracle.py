@@ -16,7 +16,7 @@ from device import moved
 from models import batch, make_net
 from torch import nn
 
-from zero.core.world import local_device
+from zero.core.comm import local_device
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -13,7 +13,7 @@ from states import state_of
 from torch import nn
 
 import zero
-from zero.core.world import local_device
+from zero.core.comm import local_device
 
 WIDTH, CLASSES, ROWS = 6, 5, 4
 

@@ -19,7 +19,7 @@ from models import WIDE, TiedNet, batch, config, make_net, share
 from torch import nn
 
 import zero
-from zero.core.world import local_device
+from zero.core.comm import local_device
 from zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 Json = int | dict[str, Any]

@@ -18,7 +18,8 @@ from torch import nn
 
 from zero.config import Config, ConfigError, load
 from zero.core.agree import alike
-from zero.core.world import Axis, axis_of
+from zero.core.comm import Axis
+from zero.core.world import axis_of
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER, SeedTracker
 from zero.recompute.saved_inputs import ALONE, NO_NUMBER, InputStore

@@ -34,7 +34,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from zero.checkpoint.plain_values import as_json, encode
 from zero.config.errors import ConfigError
 from zero.config.read import read
-from zero.core.world import local_device
+from zero.core.comm import local_device
 from zero.engine import Engine, initialize
 from zero.engine.checkpoint import random_state
 from zero.engine.init import Init

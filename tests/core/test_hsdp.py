@@ -19,7 +19,7 @@ from scenario import Model, Record, differences, run, runs, scenario, settings
 from torch import nn
 
 import zero
-from zero.core import p2p
+from zero.core import comm
 
 SHARDS = (4, 2, 1)  # ranks that state is cut over, of four
 HPZ = 0  # in their place: over all, and parameters over nodes of two ranks
@@ -99,7 +99,7 @@ def sent(shard: int) -> Counter:
 
     def count(tensor: torch.Tensor, group: Any, group_dst: int, tag: int) -> dist.Work:
         peer = dist.get_process_group_ranks(group)[group_dst]
-        direction = ("gather", "reduce", "reduce")[(tag - p2p.FIRST_TAG) % p2p.TAGS % 3]
+        direction = ("gather", "reduce", "reduce")[(tag - comm.FIRST_TAG) % comm.TAGS % 3]
         where = "inside" if peer // 2 == dist.get_rank() // 2 else "between"
         counted[where, direction, "messages"] += 1
         counted[where, direction, "elements"] += tensor.numel()

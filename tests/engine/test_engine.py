@@ -15,7 +15,7 @@ from models import batch, config, make_net, step
 from torch import nn
 
 import zero
-from zero.core.world import local_device
+from zero.core.comm import local_device
 from zero.engine import Engine
 from zero.utils import safe_get_local_fp32_param
 

@@ -12,7 +12,7 @@ from models import config, make_net, share, step
 from torch import nn
 
 import zero
-from zero.core.world import local_device
+from zero.core.comm import local_device
 
 STEPS = 3
 

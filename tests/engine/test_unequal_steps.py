@@ -23,7 +23,7 @@ from ranks import listening, said_by
 from scenario import settings
 
 import zero
-from zero.core.world import local_device
+from zero.core.comm import local_device
 from zero.utils import safe_get_full_grad
 
 TREE = {"zero": {"reduce": "tree", "mean": "tokens"}, "managed_gradient_accumulation": False}

@@ -46,10 +46,10 @@ STEPS_OF_CORE = {"zero.core": 0} | {
     f"zero.core.{name}": number
     for number, names in {
         0: "torch_private quantized_params weak",
-        1: "world tensors tree leaf kinds micro_batches replaced_forward",
-        2: "p2p mesh released",
-        3: "comm",
-        4: "agree accumulator master param_buffer owner",
+        1: "tensors tree leaf kinds micro_batches replaced_forward",
+        2: "comm released",
+        3: "world p2p",
+        4: "agree mesh accumulator master param_buffer owner",
         5: "late_gather reduction shard initial_values unit_table",
         6: "gradients gathering refusals",
         7: "mixed_precision unit",

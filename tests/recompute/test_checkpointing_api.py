@@ -18,7 +18,7 @@ import zero
 from zero import checkpointing
 from zero.config import ConfigError
 from zero.config.sections import ActivationCheckpointing
-from zero.core.world import local_device
+from zero.core.comm import local_device
 from zero.recompute.holder import HOLDER
 from zero.recompute.saved_inputs import InputStore, restored
 

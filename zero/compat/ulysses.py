@@ -13,9 +13,8 @@ from torch.nn.functional import pad
 from torch.utils.data import IterableDataset
 
 from zero.core.agree import agree
-from zero.core.comm import exchange
-from zero.core.p2p import messages_device
-from zero.core.world import axis_of, local_device
+from zero.core.comm import exchange, local_device, messages_device
+from zero.core.world import axis_of
 from zero.parallel.grid_groups import GridGroups, groups
 from zero.parallel.huggingface import NAME
 from zero.parallel.shared import IGNORED

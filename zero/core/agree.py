@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zero.core import comm
-from zero.core.world import Axis, local_device
+from zero.core.comm import Axis, local_device
 from zero.watchdog.hang_report import difference_text, first_difference
 
 _AT_ONCE = 248  # bytes that travel with the length, before it is known who says more

@@ -6,25 +6,49 @@ ring, starts at once instead of queueing for gloo's two worker threads, and was 
 (benchmarks/collectives.py; table in benchmarks/README.md). Above all it leaves the sum to us: rows are added in fp32 in
 the order of ranks, so the bits of a reduced gradient depend neither on how a buffer was cut nor on which stage asked.
 On request they are added as a binary tree over the ranks. Where the sum is ours, NCCL moves the rows in an all-to-all.
+
+NCCL takes the messages of one call as a batch, over the communicator of their group; for one outside of a batch it
+would make another communicator for each pair of ranks. A batch may be of some ranks only, but for the first call of a
+group, in which NCCL connects them all: see `connect`. Messages of one communicator follow each other in the order of
+calls, whatever their tags. Over gloo they find each other by tags.
+
+A tag is made of the engine, and of the unit and direction or of the kind of message, so that ranks which diverge wait
+for each other instead of taking one unit's bytes for another's. Updates that run beside the training loop send as well,
+and those of two engines in an order of their own on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch.distributed import irecv, isend
 
-from zero.core.p2p import Pending, messages_device, own_tag, start, tag_of
 from zero.core.tree import sum_tree
-from zero.core.world import Axis, local_device
 from zero.kernels.bucket import sum_rows
 from zero.kernels.wire import sum_messages
 from zero.plan.formats import WIRE_BLOCK, WIRE_RECORD
 from zero.watchdog.rank_status import Collective
+from zero.watchdog.watchdog import Watchdog
+
+# Our messages must not meet those that a user sends with small tags of their own.
+FIRST_TAG = 1 << 20
+# Each engine has so many tags. They are used again by the engine that comes so many engines later: a tag has 31 bits.
+TAGS, ENGINES = 1 << 17, 1 << 12
+INTS = TAGS - 1  # the tag of integers, which arrive in order
+# And those from here on of small exchanges and of attention: TURNS for each kind, another one each time. So ranks that
+# diverge wait for each other, and what nobody took is not taken for what comes later.
+KINDS, TURNS = TAGS // 2, 1 << 8
+
+Message = tuple[torch.Tensor, int]  # contiguous memory, and the place along the axis to send to or to receive from
 
 # Elements per message of a reduction: the sum of one piece overlaps the arrival of the next. Smaller messages cost more
 # than that saves: while the loop sends one, gloo's thread spins on the lock of the pair.
@@ -33,6 +57,64 @@ PIECE = 64_000 * WIRE_RECORD  # where elements have 8 bits: bytes, of whole grou
 # torch 2.13 renamed both and warns on the old names; older releases have only those.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Ranks that exchange something: one axis of a mesh, or the world.
+
+    group_ref: the process group along it, None for an axis of one rank. Weakly: it is to end when it is destroyed, and
+           gloo's threads with it, not with the last that holds this axis. Updates beside the loop hold theirs;
+    rank:  this process's place along it, of `size`;
+    native: NCCL carries its messages: take the backend's own reduce-scatter and all-gather;
+    watchdog: watches its waits;
+    ranks: the global ranks along it, in order;
+    second_ref: with NCCL, another communicator of the same ranks, for reductions, which are not to wait for gathers;
+    summed_here: with NCCL, elements of up to so many bytes are added up here, in the order of ranks, not by it.
+    """
+
+    group_ref: weakref.ref[dist.ProcessGroup] | None
+    size: int
+    rank: int
+    native: bool
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    ranks: tuple[int, ...] = (0,)
+    second_ref: weakref.ref[dist.ProcessGroup] | None = None
+    summed_here: int = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group along it, None for an axis of one rank. Raises RuntimeError once it is destroyed."""
+        return alive(self.group_ref)
+
+    @property
+    def reducing_group(self) -> dist.ProcessGroup | None:
+        """As `group`, for reductions."""
+        return alive(self.second_ref or self.group_ref)
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank in the default process group, the one that messages name."""
+        return self.ranks[self.rank]
+
+    @property
+    def ordered(self) -> bool:
+        """Whether all ranks must begin collectives in one order: NCCL wants that, and so does a check of the order.
+
+        Our messages over gloo find each other by their tags.
+        """
+        return self.size > 1 and (self.native or self.watchdog.order is not None)
+
+
+class Pending(NamedTuple):
+    """A collective that this rank has begun, and who looks after its waits."""
+
+    collective: Collective
+    watchdog: Watchdog
+
+    def wait(self, works: Sequence[dist.Work]) -> None:
+        """Wait for some of its messages; RuntimeError that names the missing ranks when they do not come."""
+        self.watchdog.wait(works, self.collective)
 
 
 class Transfer(NamedTuple):
@@ -300,3 +382,55 @@ def _trade(
 def _slice(flat: torch.Tensor, axis: Axis, rank: int) -> torch.Tensor:
     numel = flat.numel() // axis.size
     return flat.narrow(0, rank * numel, numel)
+
+
+def start(sends: Iterable[Message], receives: Iterable[Message], axis: Axis, tag: int) -> list[dist.Work]:
+    """Start to send and to receive these, as one batch."""
+    ops = [dist.P2POp(irecv, each, group=axis.group, group_peer=place, tag=tag) for each, place in receives]
+    ops += [dist.P2POp(isend, each, group=axis.group, group_peer=place, tag=tag) for each, place in sends]
+    return dist.batch_isend_irecv(ops) if ops else []
+
+
+def messages_device(axis: Axis, device: torch.device) -> torch.device:
+    """Where messages lie of tensors on `device`: gloo sends from host memory only."""
+    return device if axis.native else torch.device("cpu")
+
+
+def tag_of(collective: Collective, axis: Axis) -> int:
+    """The tag of a collective that is of no unit."""
+    return tag_of_kind(collective.direction, axis, collective.attempt, collective.turn)
+
+
+def tag_of_kind(kind: str, axis: Axis, attempt: int = 0, turn: int = 0) -> int:
+    """The tag of a kind of messages that is of no unit."""
+    number = crc32(kind.encode()) + attempt
+    return own_tag(KINDS + number % ((INTS - KINDS) // TURNS) * TURNS + turn % TURNS, axis)
+
+
+def own_tag(tag: int, axis: Axis) -> int:
+    """A tag of this engine alone."""
+    return FIRST_TAG + axis.watchdog.number % ENGINES * TAGS + tag
+
+
+def alive(ref: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | None:
+    """The process group, None where there is none. Raises RuntimeError where it was destroyed."""
+    group = ref and ref()
+    if ref is not None and group is None:
+        raise RuntimeError("the process group was destroyed; call zero.initialize() again after init_process_group()")
+    return group
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that carries a group's messages of tensors on `device`, "" where none does.
+
+    A group that was made without naming a backend, or with several ("cpu:gloo,cuda:nccl"), has one per device.
+    """
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    return backends.get(device.type, "")
+
+
+def local_device() -> torch.device:
+    """The GPU of this process (LOCAL_RANK, wrapped round when ranks share GPUs), else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")

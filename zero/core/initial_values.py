@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from zero.core import comm
+from zero.core.comm import Axis
 from zero.core.mesh import Mesh
 from zero.core.owner import is_released, owner_of
 from zero.core.quantized_params import quant_tensors
-from zero.core.world import Axis
 from zero.kernels.remainder import write_remainder, write_rounded
 from zero.plan.layout import Span
 from zero.plan.units import UnitPlan

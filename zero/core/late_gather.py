@@ -14,14 +14,15 @@ class LateGather:
     Until its end the parameters look released, so readers wait. Two kinds of readers would not be noticed, and where
     they are known all is there at the step's end: views of the memory that somebody keeps, and what knows addresses.
 
-    awaited: the modules that read the parameters wait for them, and none of them is compiled or in a CUDA graph.
+    awaited: the modules that read the parameters wait for them, and none of them is compiled or in a CUDA graph;
+    loop:    the stream that took the step, while the gather is in flight on a GPU.
     """
 
     def __init__(self, buffer: ParamBuffer) -> None:
         self.awaited = False
         self._buffer = buffer
         self._lent = False
-        self._loop: Any = None  # the stream that took the step
+        self.loop: Any = None
 
     def step_begins(self) -> None:
         """The parameters are about to be outdated: see who has views of them, before a message has one, too."""
@@ -32,13 +33,13 @@ class LateGather:
         with self._buffer.lock:
             late = self.awaited and not self._lent and self._buffer.state is State.GATHERING
             if late:
-                self._loop = current_stream(self._buffer.full.device)
+                self.loop = current_stream(self._buffer.full.device)
                 self._buffer.look_released()
         return late
 
     def received(self) -> None:
         """The current stream has waited for the gather."""
-        loop, self._loop = self._loop, None
+        loop, self.loop = self.loop, None
         device = self._buffer.full.device
         if loop is not None and loop != current_stream(device):
             # Only this stream has waited, but the loop's may read as soon as the parameters look full.

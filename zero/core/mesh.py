@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from zero.core.world import Axis, World, world_of_one
+from zero.core.comm import Axis
+from zero.core.world import World, world_of_one
 from zero.plan.grid import AXES, DATA, DENSE, EXPERT_AXES, Grid, UnitAxes
 from zero.plan.layout import Layout, Span
 from zero.plan.sharding import Sharding, summed_here

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from zero.core.comm import Axis
 from zero.core.gradients import GradientDtypes
-from zero.core.world import Axis, World
+from zero.core.world import World
 from zero.plan.formats import Formats, resting_dtype
 from zero.plan.sharding import Sharding
 

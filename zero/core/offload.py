@@ -12,8 +12,9 @@ import torch
 from zero.config.sections import Aio as AioSection
 from zero.config.zero_section import OffloadOptimizer, OffloadParam, ZeroOptimization
 from zero.core.agree import agree
+from zero.core.comm import Axis
 from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
-from zero.core.world import Axis, World
+from zero.core.world import World
 from zero.kernels.aio import Aio
 from zero.log import rank_zero
 from zero.memory.file_store import SwapFile, close_all

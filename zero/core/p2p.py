@@ -1,57 +1,26 @@
-"""Messages from rank to rank, their tags, and integers that the host sends.
-
-NCCL takes the messages of one call as a batch, over the communicator of their group; for one outside of a batch it
-would make another communicator for each pair of ranks. A batch may be of some ranks only, but for the first call of a
-group, in which NCCL connects them all: see `comm.connect`. Messages of one communicator follow each other in the order
-of calls, whatever their tags. Over gloo they find each other by tags.
-
-A tag is made of the engine, and of the unit and direction or of the kind of message, so that ranks which diverge wait
-for each other instead of taking one unit's bytes for another's. Updates that run beside the training loop send as well,
-and those of two engines in an order of their own on every rank.
-"""
+"""Tensors and integers from rank to rank, outside of the two collectives; zero/core/comm.py says how they travel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch.distributed import irecv, isend
 
-from zero.core.world import Axis, backend_of, local_device
+from zero.core.comm import (
+    INTS,
+    Axis,
+    Message,
+    Pending,
+    backend_of,
+    local_device,
+    messages_device,
+    own_tag,
+    start,
+    tag_of,
+)
 from zero.watchdog.rank_status import Collective
-from zero.watchdog.watchdog import Watchdog
-
-# Our messages must not meet those that a user sends with small tags of their own.
-FIRST_TAG = 1 << 20
-# Each engine has so many tags. They are used again by the engine that comes so many engines later: a tag has 31 bits.
-TAGS, ENGINES = 1 << 17, 1 << 12
-INTS = TAGS - 1  # the tag of integers, which arrive in order
-# And those from here on of small exchanges and of attention: TURNS for each kind, another one each time. So ranks that
-# diverge wait for each other, and what nobody took is not taken for what comes later.
-KINDS, TURNS = TAGS // 2, 1 << 8
-
-Message = tuple[torch.Tensor, int]  # contiguous memory, and the place along the axis to send to or to receive from
-
-
-class Pending(NamedTuple):
-    """A collective that this rank has begun, and who looks after its waits."""
-
-    collective: Collective
-    watchdog: Watchdog
-
-    def wait(self, works: Sequence[dist.Work]) -> None:
-        """Wait for some of its messages; RuntimeError that names the missing ranks when they do not come."""
-        self.watchdog.wait(works, self.collective)
-
-
-def start(sends: Iterable[Message], receives: Iterable[Message], axis: Axis, tag: int) -> list[dist.Work]:
-    """Start to send and to receive these, as one batch."""
-    ops = [dist.P2POp(irecv, each, group=axis.group, group_peer=place, tag=tag) for each, place in receives]
-    ops += [dist.P2POp(isend, each, group=axis.group, group_peer=place, tag=tag) for each, place in sends]
-    return dist.batch_isend_irecv(ops) if ops else []
 
 
 class Passage(NamedTuple):
@@ -135,24 +104,3 @@ def ints_device(axis: Axis) -> torch.device:
     """Where integers lie that the host sends: in its own memory, if the backend can."""
     there = axis.size == 1 or backend_of(axis.group, torch.device("cpu")) == "gloo"
     return torch.device("cpu") if there else local_device()
-
-
-def messages_device(axis: Axis, device: torch.device) -> torch.device:
-    """Where messages lie of tensors on `device`: gloo sends from host memory only."""
-    return device if axis.native else torch.device("cpu")
-
-
-def tag_of(collective: Collective, axis: Axis) -> int:
-    """The tag of a collective that is of no unit."""
-    return tag_of_kind(collective.direction, axis, collective.attempt, collective.turn)
-
-
-def tag_of_kind(kind: str, axis: Axis, attempt: int = 0, turn: int = 0) -> int:
-    """The tag of a kind of messages that is of no unit."""
-    number = crc32(kind.encode()) + attempt
-    return own_tag(KINDS + number % ((INTS - KINDS) // TURNS) * TURNS + turn % TURNS, axis)
-
-
-def own_tag(tag: int, axis: Axis) -> int:
-    """A tag of this engine alone."""
-    return FIRST_TAG + axis.watchdog.number % ENGINES * TAGS + tag

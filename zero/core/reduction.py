@@ -16,9 +16,8 @@ import torch
 
 from zero.core import comm
 from zero.core.accumulator import DeviceAccumulator
-from zero.core.comm import Inbox, Transfer
+from zero.core.comm import Axis, Inbox, Transfer
 from zero.core.mesh import Mesh
-from zero.core.world import Axis
 from zero.kernels.wire import encode
 from zero.memory.host_gradients import HostGradAccumulator
 from zero.plan.formats import wire_nbytes

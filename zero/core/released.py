@@ -237,10 +237,9 @@ def released_class(kind: type, mixin: type[Released]) -> type:
     return type(name, (mixin, kind), {"__module__": __name__, "__doc__": mixin.__doc__})
 
 
-def read_now(value: Any) -> None:
+def read_now(param: Any) -> None:
     """Have a released parameter be gathered, if it can be, for what reads its memory without asking; else raise."""
-    if isinstance(value, Released):
-        value.__torch_function__(Tensor.data_ptr, (type(value),), (value,))
+    param.__torch_function__(Tensor.data_ptr, (type(param),), (param,))
 
 
 def _version(param: Any) -> int:

@@ -15,12 +15,12 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from zero.core.agree import agree
+from zero.core.comm import Axis
 from zero.core.p2p import Passage, receive_ints, send_ints
 from zero.core.prefetcher import ParamPrefetcher
 from zero.core.reducer import Reducer
 from zero.core.unit import Unit
 from zero.core.weak import while_alive
-from zero.core.world import Axis
 from zero.watchdog.hang_report import difference_text
 
 

@@ -16,6 +16,7 @@ from zero.config import Config
 from zero.config.zero_section import ZeroOptimization
 from zero.core import comm
 from zero.core.agree import alike
+from zero.core.comm import Axis
 from zero.core.conversion import check_parameters, guard, unguard
 from zero.core.finite import FirstNotFinite
 from zero.core.gathering import exactly, in_8_bits
@@ -35,7 +36,7 @@ from zero.core.torch_private import take_off
 from zero.core.unit import Unit
 from zero.core.unit_table import UnitTable, agree_on_units
 from zero.core.waits import wait_hooks
-from zero.core.world import Axis, World
+from zero.core.world import World
 from zero.log import log_once, logger
 from zero.memory.available import Freed, give_back
 from zero.memory.state_placement import StatePlacement

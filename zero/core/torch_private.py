@@ -168,18 +168,20 @@ def parameter_of_class(kind: type, data: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def before_messages(ask: Callable[[Any], None]) -> None:
-    """Have torch.distributed `ask` about all it is given: its backends read memory past the class of a tensor."""
+def before_messages(kind: type, ask: Callable[[Any], None]) -> None:
+    """Have torch.distributed `ask` about tensors of class `kind`: its backends read memory past a class."""
     c10d = dist.distributed_c10d
     one, several = c10d._check_single_tensor, c10d._check_tensor_list
 
     def check_one(param: Any, name: str) -> None:
-        ask(param)
+        if isinstance(param, kind):
+            ask(param)
         one(param, name)
 
     def check_several(param: Any, name: str) -> None:
         for each in param if isinstance(param, (list, tuple)) else ():
-            ask(each)
+            if isinstance(each, kind):
+                ask(each)
         several(param, name)
 
     c10d._check_single_tensor, c10d._check_tensor_list = check_one, check_several

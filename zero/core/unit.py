@@ -258,7 +258,8 @@ class ShardedParams:
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()
-        self.late.received()
+        if self.late.loop is not None:
+            self.late.received()
 
     @untransformed
     def _release(self, keep_if_referenced: bool) -> None:

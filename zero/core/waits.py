@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.core.hooks import OwnHook
-from zero.core.released import read_now
+from zero.core.released import Released, read_now
 from zero.core.torch_private import before_messages, is_compiled
 from zero.core.unit import Unit
 
@@ -48,7 +48,7 @@ def wait_hooks(module: nn.Module, trained: Sequence[Unit]) -> dict[nn.Module, Ca
 
     Torch's own calls, and messages, would notice by themselves; compiled code, and what works on addresses, would not.
     """
-    before_messages(read_now)
+    before_messages(Released, read_now)
     # A hook would end what is compiled, and torch's encoder layer takes another path with one.
     fixed = [each for each in module.modules() if is_compiled(each) or isinstance(each, nn.TransformerEncoderLayer)]
     unnoticed = {param for each in fixed for param in each.parameters()}

@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zero.core.comm import Axis, backend_of, local_device
 from zero.core.torch_private import group_of_members, nccl_options
 from zero.log import log_once
 from zero.memory.streams import record_event
@@ -28,53 +29,6 @@ from zero.watchdog.watchdog import Watchdog
 
 MARGIN = 60.0  # seconds that a process group waits longer than the watchdog
 MAX_TIMEOUT = 1e7  # seconds, four months; what gloo can count ends later
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Ranks that exchange something: one axis of a mesh, or the world.
-
-    group_ref: the process group along it, None for an axis of one rank. Weakly: it is to end when it is destroyed, and
-           gloo's threads with it, not with the last that holds this axis. Updates beside the loop hold theirs;
-    rank:  this process's place along it, of `size`;
-    native: NCCL carries its messages: take the backend's own reduce-scatter and all-gather;
-    watchdog: watches its waits;
-    ranks: the global ranks along it, in order;
-    second_ref: with NCCL, another communicator of the same ranks, for reductions, which are not to wait for gathers;
-    summed_here: with NCCL, elements of up to so many bytes are added up here, in the order of ranks, not by it.
-    """
-
-    group_ref: weakref.ref[dist.ProcessGroup] | None
-    size: int
-    rank: int
-    native: bool
-    watchdog: Watchdog = field(default_factory=Watchdog)
-    ranks: tuple[int, ...] = (0,)
-    second_ref: weakref.ref[dist.ProcessGroup] | None = None
-    summed_here: int = 0
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group along it, None for an axis of one rank. Raises RuntimeError once it is destroyed."""
-        return alive(self.group_ref)
-
-    @property
-    def reducing_group(self) -> dist.ProcessGroup | None:
-        """As `group`, for reductions."""
-        return alive(self.second_ref or self.group_ref)
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank in the default process group, the one that messages name."""
-        return self.ranks[self.rank]
-
-    @property
-    def ordered(self) -> bool:
-        """Whether all ranks must begin collectives in one order: NCCL wants that, and so does a check of the order.
-
-        Our messages over gloo find each other by their tags.
-        """
-        return self.size > 1 and (self.native or self.watchdog.order is not None)
 
 
 @dataclass(frozen=True)
@@ -152,14 +106,6 @@ def axis_of(group: dist.ProcessGroup) -> Axis:
     return Axis(weakref.ref(group), len(ranks), rank, native, Watchdog(dist.get_rank()), ranks)
 
 
-def alive(ref: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup | None:
-    """The process group, None where there is none. Raises RuntimeError where it was destroyed."""
-    group = ref and ref()
-    if ref is not None and group is None:
-        raise RuntimeError("the process group was destroyed; call zero.initialize() again after init_process_group()")
-    return group
-
-
 def _agreed(world: World, same: dict[str, int]) -> tuple[int, int]:
     """The highest number that a rank has for the engine that is being made; ranks on each node, 0 if that differs.
 
@@ -194,15 +140,6 @@ def world_of_one() -> World:
     return World(None, 1, 0, False, ranks=(dist.get_rank() if dist.is_initialized() else 0,))
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that carries a group's messages of tensors on `device`, "" where none does.
-
-    A group that was made without naming a backend, or with several ("cpu:gloo,cuda:nccl"), has one per device.
-    """
-    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
-    return backends.get(device.type, "")
-
-
 def slow_backend(device: torch.device, backend: str) -> str:
     """The warning about a model on a GPU whose messages are not sent by NCCL."""
     return (
@@ -210,10 +147,3 @@ def slow_backend(device: torch.device, backend: str) -> str:
         "each gather and each reduction is copied to host memory, sent from there, and copied back, which costs "
         'several times the time that NCCL takes; call init_process_group("nccl"), or without naming a backend'
     )
-
-
-def local_device() -> torch.device:
-    """The GPU of this process (LOCAL_RANK, wrapped round when ranks share GPUs), else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zero.config import Config
+from zero.core.comm import Axis
 from zero.core.released import UNCLIPPED
 from zero.core.sharded_module import ShardedModule
 from zero.core.weak import while_alive
-from zero.core.world import Axis
 from zero.data import Loader
 from zero.data.loader import make_loader
 from zero.deepspeed_names import instead

@@ -15,11 +15,12 @@ from zero.config import load
 from zero.config.file import File
 from zero.config.grid_sizes import Told, grid_of
 from zero.config.sections import TIMEOUT
+from zero.core.comm import local_device
 from zero.core.init.builder import Builder, running
 from zero.core.init.deferred_param import DeferredParam, ShardStorage
 from zero.core.mesh import Meshes, mesh_of_one
 from zero.core.owner import owner_of
-from zero.core.world import local_device, make_world
+from zero.core.world import make_world
 from zero.engine.arguments import launched_config, only_one
 from zero.engine.assignment import assigned_run
 from zero.engine.data_ranks import data_ranks

@@ -23,6 +23,7 @@ from zero.config.optimizers import MuonParams
 from zero.config.read import read
 from zero.config.sections import TIMEOUT
 from zero.core.agree import agree, alike, digest_of
+from zero.core.comm import local_device
 from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import Meshes
 from zero.core.mixed_precision import UNKNOWN, MixedPrecisionPolicy
@@ -31,7 +32,7 @@ from zero.core.owner import axes_of, complete_cut, cut_of, keep_cuts
 from zero.core.refusals import in_channels_last, refusals
 from zero.core.sharded_module import ShardedModule, reclaim, wrap
 from zero.core.streaming import refuse_streaming
-from zero.core.world import MARGIN, MAX_TIMEOUT, World, local_device, make_world
+from zero.core.world import MARGIN, MAX_TIMEOUT, World, make_world
 from zero.data import Loader
 from zero.data.loader import make_loader
 from zero.data.seeds import digest_of_split, warn_of_splits

@@ -27,8 +27,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from zero.core.comm import local_device
 from zero.core.torch_private import nccl_options
-from zero.core.world import local_device
 from zero.launch.launched import PORT, Launched, launched
 from zero.log import rank_zero
 

@@ -9,8 +9,8 @@ import torch
 
 from zero.core import comm
 from zero.core.agree import agree
+from zero.core.comm import Axis
 from zero.core.tensors import map_leaves
-from zero.core.world import Axis
 from zero.data import Loader
 from zero.data.position import BatchCounts
 

@@ -10,10 +10,10 @@ import torch
 
 from zero.core import comm
 from zero.core.agree import agree
+from zero.core.comm import Axis
 from zero.core.sharded_module import ShardedModule
 from zero.core.tensors import find_loss
 from zero.core.tree import Leaf
-from zero.core.world import Axis
 from zero.engine.accumulation import Accumulation
 from zero.engine.feed import Feed
 from zero.engine.randomness import Randomness

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from zero.core import comm
-from zero.core.world import Axis, World
+from zero.core.comm import Axis
+from zero.core.world import World
 from zero.data.seeds import mixed
 
 _PARTS = 32  # bits for forwards of one micro-batch

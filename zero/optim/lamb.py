@@ -18,9 +18,9 @@ from itertools import chain
 import torch
 
 from zero.core.agree import if_different
-from zero.core.comm import gather_scalars
+from zero.core.comm import gather_scalars, local_device
 from zero.core.unit import Unit
-from zero.core.world import World, local_device
+from zero.core.world import World
 from zero.kernels.formulas import Adam
 from zero.kernels.moments import Moment
 from zero.optim.fused import FusedShardOptimizer

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from zero.config.optimizers import MuonParams
-from zero.core.comm import exchange
+from zero.core.comm import Axis, exchange
 from zero.core.mesh import Mesh
 from zero.core.torch_private import muon_learning_rate, torch_newton_schulz
 from zero.core.unit import Unit
-from zero.core.world import Axis, World
+from zero.core.world import World
 from zero.kernels.formulas import Formula, formats_of
 from zero.kernels.moments import random_bits
 from zero.kernels.newton_schulz import newton_schulz

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 
 from zero.core import comm
+from zero.core.comm import backend_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.core.unit_table import UnitTable
-from zero.core.world import World, backend_of
+from zero.core.world import World
 from zero.kernels import cuda
 from zero.kernels.norm import sum_squares, sum_squares_into
 from zero.memory.available import host_threads

@@ -9,8 +9,8 @@ from functools import partialmethod
 import torch.distributed as dist
 from torch import nn
 
+from zero.core.comm import alive
 from zero.core.torch_private import group_of_members
-from zero.core.world import alive
 from zero.plan.grid import DATA, Grid, by_axis
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from zero.core import comm
+from zero.core.comm import Axis
 from zero.core.micro_batches import weighted
 from zero.core.tensors import find_loss
-from zero.core.world import Axis
 
 
 def loss_in(output: Any) -> torch.Tensor | None:

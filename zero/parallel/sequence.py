@@ -8,7 +8,8 @@ from itertools import groupby
 
 import torch
 
-from zero.core.world import Axis, world_of_one
+from zero.core.comm import Axis
+from zero.core.world import world_of_one
 from zero.plan.sequences import Documents, begins, pieces
 
 

@@ -16,8 +16,9 @@ from torch.nn.functional import pad
 
 from zero.config.sections import Context
 from zero.core import comm
+from zero.core.comm import Axis
 from zero.core.torch_private import backward_task
-from zero.core.world import Axis, world_of_one
+from zero.core.world import world_of_one
 from zero.kernels.crc32 import crc32
 from zero.log import rank_zero
 from zero.parallel import huggingface

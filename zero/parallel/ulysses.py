@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zero.core import comm
-from zero.core.world import Axis
+from zero.core.comm import Axis
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero.core.agree import agree
+from zero.core.comm import Axis
 from zero.core.hooks import tensors_in
 from zero.core.owner import owner_of
 from zero.core.prefetcher import in_backward
 from zero.core.torch_private import storage_id
-from zero.core.world import Axis
 from zero.log import rank_zero
 from zero.plan.memory import MIB
 from zero.recompute.holder import HOLDER

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.core.world import Axis
+from zero.core.comm import Axis
 from zero.recompute.saved_inputs import ALONE, InputStore
 
 MODEL_PARALLEL = "model-parallel-rng"

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from zero.config.sections import ActivationCheckpointing, Recompute
+from zero.core.comm import Axis
 from zero.core.kinds import kinds_of
 from zero.core.replaced_forward import ReplacedForward
-from zero.core.world import Axis
 from zero.log import rank_zero
 from zero.plan.patterns import outermost
 from zero.recompute.auto import Auto, agreed, log_choice

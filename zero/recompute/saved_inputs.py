@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.config.sections import ActivationCheckpointing
 from zero.core import comm
-from zero.core.world import Axis
+from zero.core.comm import Axis
 from zero.log import log_once, rank_zero
 from zero.memory.pinned_arena import PinnedArena
 from zero.memory.streams import SideStream, wait_event

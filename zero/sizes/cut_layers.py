@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from zero.config import Config
+from zero.core.comm import Axis
 from zero.core.owner import placed_as
-from zero.core.world import Axis
 from zero.parallel.tensor.cutting import RECORD, CutModel, place, planned, replaced
 from zero.parallel.tensor.forward import Section
 from zero.parallel.tensor.plan import TensorPlan

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from zero.core import comm
+from zero.core.comm import Axis
 from zero.core.owner import cut_of, owner_of
-from zero.core.world import Axis
 
 
 class Vocabulary(NamedTuple):

@@ -28,13 +28,13 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from zero.core import comm
+from zero.core.comm import local_device
 from zero.core.conversion import guard
 from zero.core.init.deferred_param import DeferredParam, ShardStorage, manageable
 from zero.core.mesh import Mesh
 from zero.core.owner import owner_of
 from zero.core.quantized_params import format_of, is_pending
 from zero.core.refusals import sharing
-from zero.core.world import local_device
 from zero.memory.available import Freed
 from zero.plan.grid import DENSE, UnitAxes
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from zero.core import comm
+from zero.core.comm import local_device
 from zero.core.initial_values import share_equal, share_quant_state
 from zero.core.mesh import Mesh
 from zero.core.owner import Owner, axes_of, cut_of, placed_as
@@ -20,7 +21,6 @@ from zero.core.quantized_params import Int8, format_of
 from zero.core.released import Placeholder, Released, absent
 from zero.core.torch_private import parameter_of_class, tensors_of_storage
 from zero.core.unit import ShardedParams
-from zero.core.world import local_device
 from zero.memory.state_placement import StatePlacement
 from zero.plan.grid import UnitAxes
 from zero.plan.layout import make_layout

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from zero.config import Config
+from zero.core.comm import Axis, backend_of
 from zero.core.torch_private import group_of_members
-from zero.core.world import Axis, backend_of
 from zero.parallel.tensor.first_step import broadcast_batch
 from zero.plan.grid import DATA, Grid
 

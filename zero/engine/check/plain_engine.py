@@ -23,10 +23,10 @@ from torch import nn
 
 from zero.config import Config
 from zero.config.optimizers import ARGUMENTS, LambParams, MuonParams, torch_reason
+from zero.core.comm import local_device
 from zero.core.micro_batches import Weighing, weighted
 from zero.core.mixed_precision import DTYPES
 from zero.core.quantized_params import format_of
-from zero.core.world import local_device
 from zero.data import Loader
 from zero.data.loader import make_loader
 from zero.engine.arguments import Groups, client_optimizer, parameter_groups

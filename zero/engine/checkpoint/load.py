@@ -18,10 +18,10 @@ from zero.checkpoint.run_state import RunState
 from zero.checkpoint.safe_file import NAMES
 from zero.checkpoint.verify import check_headers
 from zero.core.access import GatheredParameters
+from zero.core.comm import Axis
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.values import full_shape
-from zero.core.world import Axis
 from zero.engine.checkpoint.load_units import (
     LoadPlan,
     UnitLoader,

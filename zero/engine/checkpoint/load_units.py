@@ -18,9 +18,9 @@ from zero.checkpoint.index import Damaged, Index, SavedParameter
 from zero.checkpoint.reader import SLICE, Reader
 from zero.checkpoint.safe_file import DTYPES, NAMES, dtype_name
 from zero.core.agree import agree, if_different
+from zero.core.comm import Axis
 from zero.core.quantized_params import load_quant_state, quant_params
 from zero.core.unit import Unit
-from zero.core.world import Axis
 from zero.engine.checkpoint.saved_state import saved_buffers
 from zero.kernels.moments import Moment
 from zero.optim.optimizer import ZeroOptimizer

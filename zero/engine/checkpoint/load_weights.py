@@ -16,11 +16,11 @@ from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import dtype_name
 from zero.checkpoint.verify import check_headers
 from zero.checkpoint.weight_files import sort_out, weights_at
+from zero.core.comm import Axis
 from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import cut_of, owner_of
 from zero.core.param_buffer import State
 from zero.core.values import full_shape
-from zero.core.world import Axis
 from zero.engine.checkpoint.load_units import (
     LoadPlan,
     fill_plain,

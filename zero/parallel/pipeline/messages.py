@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.core import comm
-from zero.core.p2p import Message, Passage, begin, messages_device, receive_ints, send_ints, tag_of_kind
-from zero.core.world import Axis
+from zero.core.comm import Axis, Message, messages_device, tag_of_kind
+from zero.core.p2p import Passage, begin, receive_ints, send_ints
 
 
 class Form(NamedTuple):

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero.core.comm import Axis
 from zero.core.p2p import Passage
 from zero.core.sharded_module import ShardedModule
 from zero.core.tensors import map_leaves
-from zero.core.world import Axis
 from zero.parallel.pipeline.messages import Form, Messages, decode, encode
 from zero.parallel.pipeline.stage import Alias, Batch, Stage
 from zero.plan.pipeline import Action, Kind, Schedule

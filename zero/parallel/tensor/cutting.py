@@ -13,11 +13,11 @@ from torch import nn
 from zero.config import Config
 from zero.config.tensor_parallel import TensorParallel
 from zero.core import comm
+from zero.core.comm import Axis, local_device
 from zero.core.init.deferred_param import DeferredParam, ShardStorage
 from zero.core.mesh import Meshes
 from zero.core.owner import axes_of, cut_of, owner_of, set_cut, share_along
 from zero.core.torch_private import shape_of_gradient
-from zero.core.world import Axis, local_device
 from zero.parallel.pipeline.split import Elsewhere
 from zero.parallel.tensor import moves
 from zero.parallel.tensor.first_step import FirstForward, FirstStep, broadcast_batch, compare_batch

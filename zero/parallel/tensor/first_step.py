@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core import comm
 from zero.core.agree import agree
+from zero.core.comm import Axis
 from zero.core.hooks import tensors_in
 from zero.core.tensors import map_leaves
-from zero.core.world import Axis
 from zero.parallel.pipeline.partition import in_eval
 from zero.parallel.tensor.forward import Scope, values_said
 from zero.parallel.tensor.plan import TensorPlan

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.core.comm import Axis
 from zero.core.replaced_forward import ReplacedForward
-from zero.core.world import Axis
 from zero.parallel.tensor import moves
 from zero.parallel.tensor.layers import Layer
 from zero.plan.tensors import sizes_of

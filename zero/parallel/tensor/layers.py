@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero.core.world import Axis
+from zero.core.comm import Axis
 from zero.plan.tensors import STYLES, WHOLE, Share, Style, common_groups, fitting, ranges_of, share_of
 
 _WIDTH = ("head_dim", "attention_head_size")  # of a head, as an attention calls it

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.core.comm import all_gather_single, reduce_scatter_single
-from zero.core.world import Axis
+from zero.core.comm import Axis, all_gather_single, reduce_scatter_single
 
 
 def copied(x: Tensor, axis: Axis) -> Tensor:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from zero.core.comm import Axis
 from zero.core.tree import Tree
-from zero.core.world import Axis
 from zero.parallel.tensor import moves
 from zero.parallel.tensor.forward import CutForward, Regions
 from zero.parallel.tensor.layers import Layer, base_of

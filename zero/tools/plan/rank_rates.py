@@ -24,8 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zero.config.sections import ActivationCheckpointing
 from zero.core import comm
+from zero.core.comm import Axis, local_device
 from zero.core.mixed_precision import DTYPES
-from zero.core.world import Axis, local_device, make_world
+from zero.core.world import make_world
 from zero.engine.joining import init_distributed
 from zero.log import counted
 from zero.recompute.modules import Recomputed

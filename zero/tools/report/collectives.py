@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zero.core.world import local_device
+from zero.core.comm import local_device
 
 TIMEOUT = timedelta(seconds=60)
 

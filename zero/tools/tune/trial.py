@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from zero.config import Config
 from zero.config.override import apply
+from zero.core.comm import local_device
 from zero.core.owner import is_released
-from zero.core.world import local_device
 from zero.engine import assignment
 from zero.engine.assignment import AssignedRun, unseen, wrap
 from zero.engine.reality import meta_copy

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from zero.core.world import local_device
+from zero.core.comm import local_device
 
 _MEMORY = ("memory_allocated", "memory_reserved", "memory_cached")
 _PEAK = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
