@@ -8,18 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero.core.comm import (
-    INTS,
-    Axis,
-    Message,
-    Pending,
-    backend_of,
-    local_device,
-    messages_device,
-    own_tag,
-    start,
-    tag_of,
-)
+from zero.core import comm
+from zero.core.comm import Axis, Message, Pending
 from zero.watchdog.rank_status import Collective
 
 
@@ -53,7 +43,7 @@ def begin(
 ) -> Passage:
     """Start to send and to receive these; what comes will be brought to `device`."""
     with axis.watchdog.sending(collective):
-        works = start(sends, receives, axis, tag)
+        works = comm.start(sends, receives, axis, tag)
     tensors = ([each for each, _ in ways] for ways in (sends, receives))
     return Passage(works, *tensors, Pending(collective, axis.watchdog), device)
 
@@ -71,12 +61,12 @@ def send_on(
 
     shapes: of what comes, as that rank sends it, of device and dtype of `like`; `what` it is, for messages.
     """
-    there = messages_device(axis, like.device)
+    there = comm.messages_device(axis, like.device)
     sends = [(each.to(there), to) for each in outgoing]
     receives = [(torch.empty(shape, dtype=like.dtype, device=there), source) for shape in shapes]
     leaves, ends = sum(each.nbytes for each, _ in sends), (axis.ranks[to], axis.ranks[source])
     collective = axis.watchdog.begin(what, "", leaves, axis.ranks, ends, True)
-    return begin(sends, receives, axis, collective, tag_of(collective, axis), like.device)
+    return begin(sends, receives, axis, collective, comm.tag_of(collective, axis), like.device)
 
 
 def send_ints(numbers: Sequence[int], places: Sequence[int], axis: Axis) -> Passage:
@@ -86,7 +76,7 @@ def send_ints(numbers: Sequence[int], places: Sequence[int], axis: Axis) -> Pass
     """
     sent = torch.tensor(numbers, device=ints_device(axis))
     collective = Collective("integers that others receive", "", axis.watchdog.status.number + 1)
-    return begin([(sent, place) for place in places], (), axis, collective, own_tag(INTS, axis), sent.device)
+    return begin([(sent, place) for place in places], (), axis, collective, comm.own_tag(comm.INTS, axis), sent.device)
 
 
 def receive_ints(count: int, place: int, axis: Axis, what: str) -> list[int]:
@@ -95,12 +85,12 @@ def receive_ints(count: int, place: int, axis: Axis, what: str) -> list[int]:
         return []
     received = torch.empty(count, dtype=torch.int64, device=ints_device(axis))
     collective = Collective(what, "", axis.watchdog.status.number + 1)  # it comes before the next one
-    works = begin((), [(received, place)], axis, collective, own_tag(INTS, axis), received.device).works
+    works = begin((), [(received, place)], axis, collective, comm.own_tag(comm.INTS, axis), received.device).works
     axis.watchdog.wait(works, collective, on_host=True)
     return received.tolist()
 
 
 def ints_device(axis: Axis) -> torch.device:
     """Where integers lie that the host sends: in its own memory, if the backend can."""
-    there = axis.size == 1 or backend_of(axis.group, torch.device("cpu")) == "gloo"
-    return torch.device("cpu") if there else local_device()
+    there = axis.size == 1 or comm.backend_of(axis.group, torch.device("cpu")) == "gloo"
+    return torch.device("cpu") if there else comm.local_device()
