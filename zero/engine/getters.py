@@ -71,25 +71,47 @@ class DeepSpeedGetters:
     zero_multi_rank_bucket_allreduce = _key("zero_optimization.use_multi_rank_bucket_allreduce")
     zero_partial_offload = _key("zero_optimization.offload_optimizer.ratio")
 
-    config = property(lambda self: self._config.raw, doc="The configuration as it was read.")
-    communication_data_type = property(
-        lambda self: DTYPES[self._config.communication_data_type or "fp32"],
-        doc="The dtype that gradients are sent in; fp32 where nothing is said.",
-    )
     basic_optimizer = property(lambda self: self.optimizer, doc="The optimizer itself: it wraps no other.")
-    gas_boundary_ctr = property(lambda self: self.global_steps, doc="Accumulation boundaries so far.")
-    dp_world_size = property(lambda self: self._metrics.axis.size, doc="Ranks that see different samples.")
-    mp_world_size = property(
-        lambda self: self._config.grid.size("mp"), doc="Ranks that have one replica of the model in parts."
-    )
-    seq_dp_world_size = property(lambda self: self._config.summed, doc="Ranks over which gradients are averaged.")
-    local_rank = property(
-        lambda self: int(os.environ.get("LOCAL_RANK", "0")), doc="This process among its host's, as its launcher says."
-    )
-    param_names = property(
-        lambda self: {param: name for name, param in self.module.named_parameters()},
-        doc="The name of each parameter of the module.",
-    )
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it was read."""
+        return self._config.raw
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype that gradients are sent in; fp32 where nothing is said."""
+        return DTYPES[self._config.communication_data_type or "fp32"]
+
+    @property
+    def gas_boundary_ctr(self) -> int:
+        """Accumulation boundaries so far."""
+        return self.global_steps
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that see different samples."""
+        return self._metrics.axis.size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that have one replica of the model in parts."""
+        return self._config.grid.size("mp")
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self._config.summed
+
+    @property
+    def local_rank(self) -> int:
+        """This process among its host's, as its launcher says."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def param_names(self) -> dict[torch.nn.Parameter, str]:
+        """The name of each parameter of the module."""
+        return {param: name for name, param in self.module.named_parameters()}
 
     @functools.cached_property
     def timers(self) -> SynchronizedWallClockTimer:
