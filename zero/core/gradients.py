@@ -207,6 +207,7 @@ class Gradients:
             flat = flat.to(self._dtypes.travel or self._dtypes.local)
         self._flat, self._dtypes = None, self._base
         self._filled.clear()
+        # After all that fills `flat` on this stream, which goes on with the backward while the message travels.
         with self._placement.streams.reductions.after_current():
             self._reduction = reduce(flat, self._mesh, self._tag, as_tree, self._memory)
 
@@ -225,7 +226,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def _adding(self) -> Iterator[None]:
-        placement = self._placement
+        placement = self._placement  # what this stream queues next may read the sum, and so runs after it
         with placement.events.span("sum", self.plan.name), placement.streams.reductions.before_current():
             yield
 

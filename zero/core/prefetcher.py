@@ -250,7 +250,7 @@ class ParamPrefetcher:
             use.phase, use.left = Phase.LIVE, None
             self._disk.gathered(unit)
             self.forecast.used(unit.index)
-        for unit in units:
+        for unit in units:  # only now that all have begun, so that they travel together
             unit.wait()
         if fresh:
             self._prefetch(fresh)

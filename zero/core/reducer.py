@@ -172,6 +172,7 @@ class Reducer:
         backward = self._backward or Backward()
         fires = force or self._fires
         if fires:
+            # All begin before one is waited for: another rank may have fired them during its backward.
             while backward.reduced < len(self._order):
                 self._fire(backward)
             if not followed and self.on_finish is not None:

@@ -137,7 +137,7 @@ class ShardedParams:
                 if self.resharded:
                     self.buffer.allocate()  # not on a side stream: memory is reused in the order of its own stream
                 room = gathering.room()
-                if after_update:
+                if after_update:  # its copy to the device may still be queued, and the gather is to send that
                     streams.gathers.wait(streams.up.record_event())
                 with streams.gathers.after_current():
                     self._begin(gathering, room)
@@ -147,7 +147,7 @@ class ShardedParams:
     def wait(self) -> None:
         """Block until the full parameters may be read; a no-op when they are."""
         while not self.readable:
-            self.shard.settle()
+            self.shard.settle()  # without the lock, which the update needs to send what it has written
             with self.buffer.lock:
                 if self.shard.pending is not None:
                     continue  # the loop has begun another step while this thread waited

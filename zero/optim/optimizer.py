@@ -296,7 +296,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.average = None
         if self.away:
             raise RuntimeError("step(): states are offloaded; call engine.reload_states() first")
-        sharded.reducer.before_step()
+        sharded.reducer.before_step()  # before the norm, and on all ranks: some may lack gradients that others have
         sharded.check_order()
         defers = self._deferring and unwanted is None
         held = [unit.plan.name for unit in sharded.trained if unit.resharded and unit.holds]

@@ -93,6 +93,7 @@ class UnitUpdater:
             update.unit.invalidate()  # before the values change: a full copy that is being read must be complete
             self._compute(update)
             update.unit.publish()  # sent while the next unit is updated
+        # Behind all updates and in one order on all ranks, as their backends want; whoever reads a unit waits for it.
         for unit in self._units:
             if unit.stays_full and unit.index not in sent:
                 unit.gather()
