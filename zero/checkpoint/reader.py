@@ -118,13 +118,7 @@ class Reader:
             self._stage(stored, start, numel, f"{kind} of '{name}'", came, cut)
 
     def moment(
-        self,
-        name: str,
-        key: str,
-        start: int,
-        numel: int,
-        then: Callable[[torch.Tensor], Any],
-        cut: Cut | None = None,
+        self, name: str, key: str, start: int, numel: int, then: Callable[[torch.Tensor], Any], cut: Cut | None = None
     ) -> None:
         """State `key` of elements [start, start + numel), fp32 [numel], converted from the format in the file."""
         parameter = self.index.parameters[name]
@@ -227,13 +221,7 @@ class Reader:
         del alive  # the memory that the tasks wrote to
 
     def _stage(
-        self,
-        stored: Stored,
-        start: int,
-        numel: int,
-        what: str,
-        then: Callable[[torch.Tensor], Any],
-        cut: Cut | None = None,
+        self, stored: Stored, start: int, numel: int, what: str, then: Callable[[torch.Tensor], Any], cut: Cut | None
     ) -> None:
         out = torch.empty(numel, dtype=DTYPES[stored.dtype])
         self.ask(stored, start, out, what, lambda: then(out), cut)

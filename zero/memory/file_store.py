@@ -92,10 +92,8 @@ class FileStore(PassingStore):
     def __init__(self, drive: SwapFile, unit: str, start: int, nbytes: int) -> None:
         """For `nbytes` bytes of the file from byte `start` on, both whole pages."""
         super().__init__(nbytes)
-        self._drive = drive
-        self._pool = drive.pool
-        self._unit = unit
-        self._start = start
+        self._drive, self._pool = drive, drive.pool
+        self._unit, self._start = unit, start
         self.buffer: Buffer | None = None
 
     def __str__(self) -> str:

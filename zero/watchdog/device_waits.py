@@ -9,21 +9,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from zero.watchdog.rank_status import Collective, Waiting
 
-
-class Event(Protocol):
-    """An event recorded in a stream, such as zero.memory.streams.Event."""
-
-    def query(self) -> bool:
-        """Whether the stream has passed it."""
-
-    def synchronize(self) -> None:
-        """Block until the stream has passed it."""
+Event = Any  # has `query` and `synchronize`, as zero.memory.streams.Event, which stands above this floor
 
 
 class _Ordered(NamedTuple):
