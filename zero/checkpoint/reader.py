@@ -221,7 +221,13 @@ class Reader:
         del alive  # the memory that the tasks wrote to
 
     def _stage(
-        self, stored: Stored, start: int, numel: int, what: str, then: Callable[[torch.Tensor], Any], cut: Cut | None
+        self,
+        stored: Stored,
+        start: int,
+        numel: int,
+        what: str,
+        then: Callable[[torch.Tensor], Any],
+        cut: Cut | None = None,
     ) -> None:
         out = torch.empty(numel, dtype=DTYPES[stored.dtype])
         self.ask(stored, start, out, what, lambda: then(out), cut)
