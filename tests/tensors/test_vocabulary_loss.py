@@ -186,7 +186,7 @@ def cut_as(shape: tuple[int, ...], *boxes: Box, ranks: int = 2) -> nn.Parameter:
     param = nn.Parameter(torch.zeros(sum(box.numel for box in boxes)).view(-1, *boxes[0].sizes[1:]))
     zero.set_cut(param, Cut(shape, boxes))
     if ranks:
-        mesh = types.SimpleNamespace(beside=types.SimpleNamespace(size=ranks))
+        mesh = types.SimpleNamespace(peers=types.SimpleNamespace(size=ranks))
         param._zero_owner = Owner("", unit_of(mesh), 0)
     return param
 

@@ -24,6 +24,7 @@ from zero.plan.cut import Box, Cut, places, whole
 from zero.plan.layout import round_up
 
 T = TypeVar("T")
+Taker = Callable[[torch.Tensor], Any]  # of what was read
 
 SLICE = 1 << 22  # elements that are converted, or copied to another device, at a time; a multiple of BLOCK
 
@@ -96,7 +97,7 @@ class Reader:
         name: str,
         start: int,
         numel: int,
-        then: Callable[[torch.Tensor], Any],
+        then: Taker,
         masters: bool = True,
         cut: Cut | None = None,
     ) -> None:
@@ -117,9 +118,7 @@ class Reader:
         for kind, stored in wanted:
             self._stage(stored, start, numel, f"{kind} of '{name}'", came, cut)
 
-    def moment(
-        self, name: str, key: str, start: int, numel: int, then: Callable[[torch.Tensor], Any], cut: Cut | None = None
-    ) -> None:
+    def moment(self, name: str, key: str, start: int, numel: int, then: Taker, cut: Cut | None = None) -> None:
         """State `key` of elements [start, start + numel), fp32 [numel], converted from the format in the file."""
         parameter = self.index.parameters[name]
         stored, signed = parameter.moments[key], bool(self.index.signed.get(key, True))
@@ -220,15 +219,7 @@ class Reader:
             call()
         del alive  # the memory that the tasks wrote to
 
-    def _stage(
-        self,
-        stored: Stored,
-        start: int,
-        numel: int,
-        what: str,
-        then: Callable[[torch.Tensor], Any],
-        cut: Cut | None = None,
-    ) -> None:
+    def _stage(self, stored: Stored, start: int, numel: int, what: str, then: Taker, cut: Cut | None = None) -> None:
         out = torch.empty(numel, dtype=DTYPES[stored.dtype])
         self.ask(stored, start, out, what, lambda: then(out), cut)
 

@@ -15,6 +15,8 @@ from zero.core.released import Released, read_now
 from zero.core.torch_private import before_messages, is_compiled
 from zero.core.unit import Unit
 
+_NO_HOOKS = nn.TransformerEncoderLayer, torch.jit.ScriptModule
+
 
 class WaitHook(OwnHook):
     """Has a module wait for units whose gather a step has left in flight.
@@ -49,8 +51,8 @@ def wait_hooks(module: nn.Module, trained: Sequence[Unit]) -> dict[nn.Module, Ca
     Torch's own calls, and messages, would notice by themselves; compiled code, and what works on addresses, would not.
     """
     before_messages(Released, read_now)
-    # A hook would end what is compiled, and torch's encoder layer takes another path with one.
-    fixed = [each for each in module.modules() if is_compiled(each) or isinstance(each, nn.TransformerEncoderLayer)]
+    # A hook would end what is compiled, scripts take none, and torch's encoder layer takes another path with one.
+    fixed = [each for each in module.modules() if is_compiled(each) or isinstance(each, _NO_HOOKS)]
     unnoticed = {param for each in fixed for param in each.parameters()}
     awaited = []
     for unit in (unit for unit in trained if not unit.resharded):

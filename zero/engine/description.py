@@ -30,9 +30,8 @@ from zero.parallel.pipeline.build import Pipelined
 from zero.plan.cut import Cut
 from zero.plan.formats import ITEMSIZE
 from zero.plan.layout import Span
+from zero.plan.memory import MIB
 from zero.plan.placement import Placement, Where, is_updated
-
-MIB = 2**20
 
 
 class Parameter(NamedTuple):

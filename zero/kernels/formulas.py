@@ -175,7 +175,10 @@ _CONVERT = {"float": float, "bool": bool, "int": int}
 
 def _made(kind: type[_Of], group: Hyperparameters, **more: object) -> _Of:
     """The formula of this kind with the numbers of a parameter group, and `more` in their place."""
-    numbers = {**group, **dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)), **more}
+    numbers = dict(group)
+    if "betas" in group:
+        numbers["beta1"], numbers["beta2"] = group["betas"]
+    numbers |= more
     return kind(**{field.name: _CONVERT[str(field.type)](numbers[field.name]) for field in fields(kind)})
 
 

@@ -16,8 +16,7 @@ import torch
 from zero.config import Config
 from zero.log import counted, logger
 from zero.monitor.step_record import StepRecord
-
-MIB = 2**20
+from zero.plan.memory import MIB
 
 
 @dataclass

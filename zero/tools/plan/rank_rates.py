@@ -96,9 +96,7 @@ def measure(dtype: str, width: int = 512, model: Build | None = None) -> dict[st
     flops: dict[str, float] = {}
     for name in dict.fromkeys(("fp32", dtype)):
         module, turn = one_pass(name, width, device, model)
-        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-            turn()
-        flops[name] = counter.get_total_flops() / _median(turn, device)
+        flops[name] = flops_of(turn) / _median(turn, device)
     rates: dict[str, Any] = {
         "flops": flops,
         "recompute": {dtype: recomputing(module, turn, device)},
@@ -116,6 +114,13 @@ def measure(dtype: str, width: int = 512, model: Build | None = None) -> dict[st
         rates |= _links(world, device)
     world.watchdog.close()
     return rates
+
+
+def flops_of(turn: Callable[[], None]) -> int:
+    """Those of one pass."""
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        turn()
+    return counter.get_total_flops()
 
 
 def recomputing(module: nn.Module, turn: Callable[[], None], device: torch.device) -> dict[str, float]:

@@ -13,9 +13,9 @@ from statistics import median
 from typing import Any
 
 from zero.log import counted
+from zero.plan.memory import MIB
 from zero.tools.report.written_run import Event, WrittenRun, read
 
-MIB = 2**20
 _SAMPLED = 16  # steps in the table beside a chart
 _RANKS = 8  # with a column, and a timeline, of their own
 _NAN = float("nan")

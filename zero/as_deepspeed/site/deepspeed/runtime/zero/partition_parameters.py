@@ -21,10 +21,10 @@ from torch import nn
 import zero
 from zero.config.read import read
 from zero.config.unavailable import lookup
+from zero.core import released as _released
 from zero.core.access import LostWrite
 from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import is_released, owner_of
-from zero.core.released import Placeholder, unsaved
 from zero.log import log_once
 from zero.parallel.tensor.told_sizes import DTYPES
 
@@ -170,7 +170,7 @@ class ParameterOffload:
         """Has nothing to put on again."""
 
 
-def _cpu(self: Placeholder, *args: Any) -> torch.Tensor:
+def _cpu(self: _released.Placeholder, *args: Any) -> torch.Tensor:
     """`Tensor.cpu` of a state_dict: the values where TRL tells models apart by a hash of them, on all ranks alike."""
     param = None if self.source is None else self.source[0]()
     if param is None or sys._getframe(1).f_code.co_name != "hash_module":
@@ -179,13 +179,13 @@ def _cpu(self: Placeholder, *args: Any) -> torch.Tensor:
         return param.detach().to("cpu", copy=True)
 
 
-def _reduce(self: Placeholder, protocol: Any) -> Any:
+def _reduce(self: _released.Placeholder, protocol: Any) -> Any:
     """Let programs save a state_dict that they save again with its values, as DeepSpeed-Chat does on rank 0 alone."""
     log_once(logging.WARNING, "a state_dict of cut parameters is saved: the file has no values and cannot be loaded")
-    return unsaved, (self.parameter,)
+    return _released.unsaved, (self.parameter,)
 
 
-Placeholder.cpu, Placeholder.__reduce_ex__ = _cpu, _reduce
+_released.Placeholder.cpu, _released.Placeholder.__reduce_ex__ = _cpu, _reduce
 
 
 def _attribute(name: str, value: Callable[[nn.Parameter], Any] | str) -> property:
