@@ -231,7 +231,7 @@ def on_fake_nccl(patch: pytest.MonkeyPatch, hosts: bool = False, device: StandIn
     `hosts`: over gloo, too, as after `init_process_group()`; `device`: this one, by default a new one.
     """
     device, of_hosts = device or StandIn(), "gloo" if hosts else ""
-    for name in ("core.world", "core.p2p", "optim.norm"):
+    for name in ("core.world", "core.comm", "optim.norm"):
         patch.setattr(f"zero.{name}.backend_of", lambda group, there: "nccl" if there.type == "cuda" else of_hosts)
     patch.setattr("zero.core.world.nccl_options", lambda timeout: "those of NCCL")
 

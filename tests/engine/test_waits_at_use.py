@@ -161,6 +161,21 @@ def test_compiled_code_sees_plain_parameters():
 
 
 @pytest.mark.ranks(2)
+def test_a_function_that_is_compiled_between_steps_reads_new_values():
+    """And code that is generated for it reads memory without asking: from then on all is there at the step's end."""
+    engine = trained(2)
+    norm = torch.compile(lambda weight: weight.square().sum(), backend="aot_eager")
+    train(engine, 1)
+    weight = engine.module.blocks[2].up.weight
+    assert coming(engine)
+    for step in (2, 3):
+        found = norm(weight)
+        assert type(weight) is nn.Parameter and not coming(engine)
+        assert torch.equal(found, weight.square().sum())
+        train(engine, step)
+
+
+@pytest.mark.ranks(2)
 def test_what_asks_for_hooks_finds_none():
     layer = nn.TransformerEncoderLayer(12, 2, batch_first=True)
     net = make_net(blocks=3)

@@ -187,6 +187,14 @@ def before_messages(kind: type, ask: Callable[[Any], None]) -> None:
     c10d._check_single_tensor, c10d._check_tensor_list = check_one, check_several
 
 
+@functools.cache
+def before_compiling(do: Callable[[], None]) -> None:
+    """Have torch's compiler `do` this before it looks at anything; it must have been loaded."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(lambda *args: do())
+
+
 def untransformed(work: Callable[..., Any]) -> Callable[..., Any]:
     """`work` on our own tensors as it is, also where a transform of `torch.func` runs: that would make them its own."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core.hooks import OwnHook
 from zero.core.released import Released, read_now
-from zero.core.torch_private import before_messages, is_compiled
+from zero.core.torch_private import before_compiling, before_messages, is_compiled
 from zero.core.unit import Unit
 
+_AWAITED: weakref.WeakSet[Unit] = weakref.WeakSet()  # of all engines
 _NO_HOOKS = nn.TransformerEncoderLayer, torch.jit.ScriptModule
 
 
@@ -29,16 +32,12 @@ class WaitHook(OwnHook):
         def wait(module: nn.Module, args: Any) -> None:
             on_gpu = units[0].buffer.full.is_cuda and torch.backends.cuda.is_built()
             if on_gpu and torch.cuda.is_current_stream_capturing():
-                come_at_once()
-            _wait_for(units)
-
-        def come_at_once() -> None:
-            for unit in units:
-                unit.late.awaited = False
+                come_at_once(units)
             _wait_for(units)
 
         super().__init__(wait)
-        self._compiled = torch.compiler.assume_constant_result(come_at_once)  # called once, by the compiler
+        come = functools.partial(come_at_once, units)
+        self._compiled = torch.compiler.assume_constant_result(come)  # called once, by the compiler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See `OwnHook`."""
@@ -59,6 +58,7 @@ def wait_hooks(module: nn.Module, trained: Sequence[Unit]) -> dict[nn.Module, Ca
         beside = unit.shard.placement.state_offloaded
         unit.late.awaited = not beside and unit.mesh.shard.size > 1 and unnoticed.isdisjoint(unit.params)
         awaited += [unit] if beside or unit.late.awaited else []
+    _AWAITED.update(unit for unit in awaited if unit.late.awaited)
     wanted = {param: unit for unit in awaited for param in unit.params}
     found: dict[nn.Module, list[Unit]] = {}
     for unit in awaited:
@@ -69,6 +69,23 @@ def wait_hooks(module: nn.Module, trained: Sequence[Unit]) -> dict[nn.Module, Ca
             if param in wanted:
                 found.setdefault(child, []).append(wanted[param])
     return {child: functools.partial(_attach, child, list(dict.fromkeys(read))) for child, read in found.items()}
+
+
+def follow_compiler() -> None:
+    """Once torch's compiler is loaded: before it compiles anything all comes, and with each step from then on.
+
+    Compiled code, such as a loss that takes the weight of a head, reads memory without asking.
+    """
+    if "torch._dynamo" in sys.modules:
+        before_compiling(come_at_once)
+
+
+def come_at_once(units: Iterable[Unit] = _AWAITED) -> None:
+    """Have the values of these units be there now, and at the end of each step from now on."""
+    units = list(units)
+    for unit in units:
+        unit.late.awaited = False
+    _wait_for([unit for unit in units if unit.coming])
 
 
 def _attach(module: nn.Module, units: Sequence[Unit]) -> list[RemovableHandle]:

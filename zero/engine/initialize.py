@@ -36,17 +36,8 @@ from zero.core.world import MARGIN, MAX_TIMEOUT, World, make_world
 from zero.data import Loader
 from zero.data.loader import make_loader
 from zero.data.seeds import digest_of_split, warn_of_splits
+from zero.engine import arguments
 from zero.engine.alarm import unwritable
-from zero.engine.arguments import (
-    Groups,
-    check_places,
-    client_optimizer,
-    described_config,
-    described_parameters,
-    make_scheduler,
-    parameter_groups,
-    resolve_config,
-)
 from zero.engine.assignment import Given, assigned_run
 from zero.engine.data_ranks import DataRanks, data_ranks
 from zero.engine.description import log_start, run_facts
@@ -126,8 +117,8 @@ def initialize(
     dist_init_required: False where the caller has made the process group, or has none because it trains alone.
     Raises ValueError (`ConfigError` for the JSON) for whatever does not fit.
     """
-    check_places(args, model, optimizer, model_parameters, (config, config_params) != (None, None))
-    source = resolve_config(args, config, config_params)
+    arguments.check_places(args, model, optimizer, model_parameters, (config, config_params) != (None, None))
+    source = arguments.resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
     keep_cuts(model)
     said = model._sizes if isinstance(model, PipelineModule) else told_sizes(model, read(source).values, mpu)
@@ -162,7 +153,7 @@ def _make(
     groups, client = _grouped(model, given.optimizer, given.model_parameters, settings, data.rank)
     with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
         zero_optimizer = _make_optimizer(groups, client, settings, stages)
-        scheduler = make_scheduler(given.lr_scheduler, zero_optimizer, settings)
+        scheduler = arguments.make_scheduler(given.lr_scheduler, zero_optimizer, settings)
         engine = _make_engine(model, zero_optimizer, settings, data, training_data, stages, plan)
     engine.lr_scheduler = scheduler
     return engine
@@ -246,23 +237,23 @@ def _make_engine(
     return engine
 
 
-def _refuse(model: nn.Module, groups: Groups, settings: Config, sharding: Sharding, world: World) -> None:
+def _refuse(model: nn.Module, groups: arguments.Groups, settings: Config, sharding: Sharding, world: World) -> None:
     """Raise ValueError on all ranks where no engine can be made, or of different settings; collective."""
     leaf = settings.zero_optimization.leaf_module
     mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
     refused = refusals(model, bool(groups), sharding.params or is_enabled(settings.zero_optimization))
     refused += unwritable(settings.zero.alarm)
-    alike(refused or described_config(settings), world, _DIFFER)
+    alike(refused or arguments.described_config(settings), world, _DIFFER)
     if refused:
         raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
 
 
-def _agree(model: nn.Module, groups: Groups, world: World, meshes: Meshes) -> None:
+def _agree(model: nn.Module, groups: arguments.Groups, world: World, meshes: Meshes) -> None:
     """Raise ValueError on all ranks where they have not the parameters of one engine; collective.
 
     All ranks make the meshes of all, though they may hold different units.
     """
-    lines = described_parameters(model, groups)
+    lines = arguments.described_parameters(model, groups)
     said = agree([[*lines], digest_of([name for name, _ in model.named_parameters()])], world)
     used = dict.fromkeys(UnitAxes(*map(tuple, each)) for found, _ in said for each in found)
     if groups and not used:
@@ -307,7 +298,7 @@ def _check_cuts(model: nn.Module, used: Iterable[UnitAxes], meshes: Meshes, worl
 
 def _wrap(
     model: nn.Module,
-    groups: Groups,
+    groups: arguments.Groups,
     sharding: Sharding,
     world: World,
     meshes: Meshes,
@@ -371,7 +362,7 @@ def _divided(
 
 def _grouped(
     model: nn.Module, client: Any, model_parameters: Iterable[Any] | None, settings: Config, rank: int
-) -> tuple[Groups, torch.optim.Optimizer | None]:
+) -> tuple[arguments.Groups, torch.optim.Optimizer | None]:
     """The parameter groups, and the script's optimizer of them; of the whole model, if we are to divide it.
 
     So groups, and which rule a group has, do not depend on how the model is divided.
@@ -381,9 +372,9 @@ def _grouped(
     line, we_divide = settings.grid.ranks("pp", rank), "stages" in settings.pipeline.model_fields_set
     in_parts = isinstance(model, PipelineModule) and model.num_stages is not None
     is_part = len(line) > 1 and (in_parts or not we_divide)
-    groups = parameter_groups(model, model_parameters, is_part)
+    groups = arguments.parameter_groups(model, model_parameters, is_part)
     if client is not None:
-        client = client_optimizer(client, groups)
+        client = arguments.client_optimizer(client, groups)
         # The same dicts: a scheduler made for the client's optimizer stays in charge.
         return [group for group in client.param_groups if group["params"] or is_part], client
     if settings.optimizer.type.lower() == "muon":
@@ -393,7 +384,7 @@ def _grouped(
 
 
 def _make_optimizer(
-    groups: Groups, client: torch.optim.Optimizer | None, settings: Config, divided: Pipelined | None
+    groups: arguments.Groups, client: torch.optim.Optimizer | None, settings: Config, divided: Pipelined | None
 ) -> ZeroOptimizer | None:
     if client is None and settings.optimizer is None:
         return None

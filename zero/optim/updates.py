@@ -20,6 +20,7 @@ import torch
 
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
+from zero.core.waits import follow_compiler
 from zero.core.weak import before_exit
 from zero.kernels.marks import mark
 from zero.log import logger
@@ -93,6 +94,7 @@ class UnitUpdater:
             update.unit.invalidate()  # before the values change: a full copy that is being read must be complete
             self._compute(update)
             update.unit.publish()  # sent while the next unit is updated
+        follow_compiler()
         # Behind all updates and in one order on all ranks, as their backends want; whoever reads a unit waits for it.
         for unit in self._units:
             if unit.stays_full and unit.index not in sent:

@@ -22,16 +22,8 @@ from zero.core.comm import Axis
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.values import full_shape
-from zero.engine.checkpoint.load_units import (
-    LoadPlan,
-    UnitLoader,
-    find_alike,
-    fit,
-    load_buffers,
-    names_elsewhere,
-    names_of_parameters,
-    together,
-)
+from zero.engine.checkpoint import load_units
+from zero.engine.checkpoint.load_units import LoadPlan, UnitLoader, find_alike, fit, together
 from zero.engine.checkpoint.random_state import for_rank
 from zero.engine.checkpoint.resume import check, restore
 from zero.engine.checkpoint.save import CheckpointSaver
@@ -97,7 +89,7 @@ class CheckpointLoader:
         states = load_optimizer_states and not load_module_only and self._optimizer is not None
         masters = self._engine._config.zero_optimization.load_from_fp32_weights
         ask = Ask(states, load_module_strict, custom_load_fn is None, masters, argument="load_module_strict")
-        ask = ask._replace(elsewhere=names_elsewhere(self._sharded.module, self._sharded.world))
+        ask = ask._replace(elsewhere=load_units.names_elsewhere(self._sharded.module, self._sharded.world))
         values: Values | None = None
 
         def look() -> LoadPlan | None:
@@ -127,7 +119,7 @@ class CheckpointLoader:
         """The weights, exact, of what `look` finds for a module with these buffers; for `zero.load_weights`."""
         self._saving.join()
         buffers, world = saved_buffers(self._sharded.module), self._sharded.world
-        ask = Ask(strict=strict, elsewhere=names_elsewhere(self._sharded.module, world))
+        ask = Ask(strict=strict, elsewhere=load_units.names_elsewhere(self._sharded.module, world))
         plan = find_alike(lambda: self._fitted(*look(buffers, world), ask), world, "load_weights")
         self._take("load_weights", plan, False, None)
         self._engine._status.half_loaded = None
@@ -159,7 +151,7 @@ class CheckpointLoader:
 
     def _wanted(self) -> list[TargetParameter]:
         """What this engine has, in its terms for a checkpoint."""
-        names, wanted, keys = names_of_parameters(self._sharded.module), [], {}
+        names, wanted, keys = load_units.names_of_parameters(self._sharded.module), [], {}
         for unit in self._sharded.units:
             group, states = None, ((), ())
             if unit.shard.master is not None and self._optimizer is not None:
@@ -222,7 +214,7 @@ class CheckpointLoader:
             world, ranks, own = self._sharded.world, index.ranks, {}
             if len(ranks) == world.size:
                 own = (ranks[world.rank] or {}).get("buffers", {})
-            load_buffers(reader, self._sharded.module, plan.match.buffers, own)
+            load_units.load_buffers(reader, self._sharded.module, plan.match.buffers, own)
         return None
 
     def _renew(self) -> None:

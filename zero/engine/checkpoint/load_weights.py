@@ -21,16 +21,8 @@ from zero.core.init.deferred_param import DeferredParam
 from zero.core.owner import cut_of, owner_of
 from zero.core.param_buffer import State
 from zero.core.values import full_shape
-from zero.engine.checkpoint.load_units import (
-    LoadPlan,
-    fill_plain,
-    find_alike,
-    fit,
-    load_buffers,
-    names_elsewhere,
-    names_of_parameters,
-    together,
-)
+from zero.engine.checkpoint import load_units
+from zero.engine.checkpoint.load_units import LoadPlan, fill_plain, find_alike, fit, together
 from zero.engine.checkpoint.saved_state import saved_buffers
 from zero.engine.engine import Engine
 from zero.engine.pipeline_module import PipelineModule
@@ -91,14 +83,14 @@ def _into_module(module: nn.Module, look: Callable[[Collection[str], Axis], tupl
     if any(not isinstance(unit, DeferredParam) for unit in deferred):
         raise ValueError("load_weights(target=...): this module belongs to an engine; give the engine")
     axis = deferred[0].mesh.world if deferred else Axis(None, 1, 0, False)
-    ask, what = Ask(strict=strict, elsewhere=names_elsewhere(module, axis)), "load_weights"
+    ask, what = Ask(strict=strict, elsewhere=load_units.names_elsewhere(module, axis)), "load_weights"
     plan = find_alike(lambda: _fitted(module, params, *look(saved_buffers(module), axis), ask), axis, what)
 
     def read() -> None:
         with Reader(plan.place, plan.index) as reader:
             for name, other in plan.match.names.items():
                 _fill(reader, other, params[name])
-            load_buffers(reader, module, plan.match.buffers, {})
+            load_units.load_buffers(reader, module, plan.match.buffers, {})
 
     try:
         together(read, axis, what)
@@ -112,7 +104,7 @@ def _into_module(module: nn.Module, look: Callable[[Collection[str], Axis], tupl
 
 def _fitted(module: nn.Module, params: dict[str, nn.Parameter], place: Path, index: Index, ask: Ask) -> LoadPlan:
     """Raises ValueError where the module cannot take what is there."""
-    names = names_of_parameters(module)
+    names = load_units.names_of_parameters(module)
     wanted = []
     for name, param in params.items():
         owner = owner_of(param)
