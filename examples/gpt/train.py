@@ -193,7 +193,7 @@ def tell(engine: Any, args: argparse.Namespace, text: Split, windows: Windows, r
     parameters = list(engine.module.parameters())
     numel, dtype = sum(p.numel() for p in parameters), DTYPE_NAMES[parameters[0].dtype]
     stage, world_size = engine.zero_optimization_stage(), engine.world_size
-    formats = engine.optimizer.shard_optimizer.formats
+    formats = engine.optimizer.states.formats
     compact = sum(p.numel() for p in parameters if is_compact(p.numel(), p.ndim))
     replica = replica_nbytes(numel, dtype, formats, compact)
     formula = formula_nbytes(replica, stage, world_size)

@@ -124,6 +124,7 @@ class Transfer(NamedTuple):
     full: torch.Tensor
     host: torch.Tensor | None = None
     pending: Pending | None = None  # None: nothing was sent
+    group: dist.ProcessGroup | None = None  # which the program may destroy: it is to live until all has come
 
     # Whether `full` is whole without a wait.
     done = property(lambda self: self.host is None and all(work.is_completed() for work in self.works))
@@ -159,7 +160,7 @@ def gather(full: torch.Tensor, axis: Axis, tag: int, rows: int = 1) -> Transfer:
             peer = (axis.rank - step) % axis.size
             for row in buffers:
                 works.append(dist.isend(_slice(row, axis, axis.rank), group=axis.group, group_dst=peer, tag=tag))
-    return Transfer(works, full, host, pending)
+    return Transfer(works, full, host, pending, axis.group)
 
 
 def _gather_native(full: torch.Tensor, axis: Axis, pending: Pending, rows: int) -> Transfer:
@@ -167,11 +168,11 @@ def _gather_native(full: torch.Tensor, axis: Axis, pending: Pending, rows: int) 
     there = full if full.is_cuda else full.to(local_device())
     if rows == 1:
         work = all_gather_single(there, _slice(there, axis, axis.rank), group=axis.group, async_op=True)
-        return Transfer((work,), full, None if there is full else there, pending)
+        return Transfer((work,), full, None if there is full else there, pending, axis.group)
     own = there.view(rows, axis.size, -1)[:, axis.rank].contiguous()
     received = torch.empty_like(there)  # by rank first
     work = all_gather_single(received, own.view(-1), group=axis.group, async_op=True)
-    return Transfer((work,), full, received.view(axis.size, rows, -1).transpose(0, 1), pending)
+    return Transfer((work,), full, received.view(axis.size, rows, -1).transpose(0, 1), pending, axis.group)
 
 
 class Inbox(NamedTuple):

@@ -72,10 +72,7 @@ def wait_hooks(module: nn.Module, trained: Sequence[Unit]) -> dict[nn.Module, Ca
 
 
 def follow_compiler() -> None:
-    """Once torch's compiler is loaded: before it compiles anything all comes, and with each step from then on.
-
-    Compiled code, such as a loss that takes the weight of a head, reads memory without asking.
-    """
+    """Have all come before torch's compiler, once it is loaded, compiles anything: its code reads without asking."""
     if "torch._dynamo" in sys.modules:
         before_compiling(come_at_once)
 

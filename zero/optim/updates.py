@@ -64,10 +64,9 @@ class UnitUpdater:
         self._submitted: list[Unit] = []  # in the last step
         self.threaded = any(unit.shard.placement.state_offloaded and not unit.shard.placement.queued for unit in units)
         # They send behind a step, perhaps when the program has destroyed the groups, which are to live for that.
-        late = [unit for unit in units if self.threaded or unit.late.awaited or unit.persistent]
-        axes = [axis for unit in late for axis in (unit.mesh.shard, unit.mesh.across)]
+        axes = [axis for unit in units for axis in (unit.mesh.shard, unit.mesh.across)] if self.threaded else []
         self._groups = [axis.group for axis in axes if axis is not None]
-        if self._groups:
+        if self.threaded or any(unit.late.awaited or unit.persistent for unit in units):
             send_before_exit(units, self._groups)
             _ALL.add(self)
         if any(unit.shard.placement.state_offloaded for unit in units):

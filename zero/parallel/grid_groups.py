@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partialmethod
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -70,6 +71,9 @@ class GridGroups:
                 group = group_of_members(f"mpu {axes}", ranks) if ranks else None
             self._made[axes] = group and weakref.ref(group)
         return alive(self._made[axes])
+
+    if TYPE_CHECKING:  # the names from the table below
+        __getattr__: Callable[[str], Callable[..., Any]]
 
     get_tensor_model_parallel_src_rank = partialmethod(_src_rank, "tp")
     get_data_parallel_src_rank = partialmethod(_src_rank, *DATA)
