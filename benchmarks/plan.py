@@ -34,7 +34,7 @@ from zero.sizes.choice import own_choice
 from zero.sizes.estimate import DeviceBytes
 from zero.sizes.model_trace import trace
 from zero.sizes.rates import DEVICES, Rates
-from zero.tools.plan.rank_rates import flops_of, measure, one_pass, recomputing, together
+from zero.tools.plan.rank_rates import flops_of, measure, middle, one_pass, recomputing
 from zero.tools.plan.search import Search, Setup
 
 RANKS = 2
@@ -196,7 +196,7 @@ def of_ranks(own: Any) -> list[Any]:
 
 def worker(rank: int, rows: list[Row], folder: str, with_times: bool) -> list[Seen]:
     """All rows, one after the other."""
-    rates = together(of_ranks(measure("bf16", SIZES.width))) if with_times else None
+    rates = Rates(name="measured", **middle(of_ranks(measure("bf16", SIZES.width)))) if with_times else None
     return [try_row(rank, row, folder, rates) for row in rows]
 
 

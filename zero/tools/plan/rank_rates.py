@@ -65,13 +65,13 @@ def measured(ranks: int, dtype: str = "fp32", width: int = 512, model: str = "",
     if ended.status or len(ended.wrote) < ranks:
         text = f"the rates of this machine could not be measured on {counted(ranks, 'rank')}:"
         raise RuntimeError(f"{text}\n{ended.said}")
-    return Rates(name="measured", **_middle([json.loads(text) for text in ended.wrote.values()]))
+    return Rates(name="measured", **middle([json.loads(text) for text in ended.wrote.values()]))
 
 
-def _middle(values: Sequence[Any]) -> Any:
+def middle(values: Sequence[Any]) -> Any:
     """The median of numbers, or of each number in mappings."""
     if isinstance(values[0], Mapping):
-        return {key: _middle([each[key] for each in values]) for key in values[0]}
+        return {key: middle([each[key] for each in values]) for key in values[0]}
     return statistics.median(values)
 
 
