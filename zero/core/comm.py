@@ -64,7 +64,7 @@ class Axis:
     """Ranks that exchange something: one axis of a mesh, or the world.
 
     group_ref: the process group along it, None for an axis of one rank. Weakly: it is to end when it is destroyed, and
-           gloo's threads with it, not with the last that holds this axis. Updates beside the loop hold theirs;
+           gloo's threads with it, not with the last that holds this axis. Gathers in flight hold theirs, as do updates;
     rank:  this process's place along it, of `size`;
     native: NCCL carries its messages: take the backend's own reduce-scatter and all-gather;
     watchdog: watches its waits;
