@@ -15,13 +15,13 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 MARGIN = 300  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 5100,
-    "tests": 54600,
+    "tests": 54700,
     "zero/*.py": 1240,
     "zero/as_deepspeed": 1520,
     "zero/checkpoint": 2950,
     "zero/compat": 580,
     "zero/config": 2490,
-    "zero/core": 8080,
+    "zero/core": 8090,
     "zero/data": 1060,
     "zero/engine": 9390,
     "zero/examples": 100,

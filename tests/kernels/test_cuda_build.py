@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -16,6 +17,10 @@ from types import ModuleType
 
 import pytest
 from marks import longer
+
+# Here, before any test has run: setuptools refuses to be imported behind the half of another distutils.
+with contextlib.suppress(ImportError):
+    import setuptools  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 ELF, PTX = 2, 1

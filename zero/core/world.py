@@ -6,9 +6,12 @@ ranks that share one unit are its mesh (zero/core/mesh.py).
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import math
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -63,6 +66,15 @@ class World(Axis):
         return group
 
 
+@functools.cache  # once
+def outlast_messages() -> None:
+    """Have this process end only after gloo's threads have dropped what they have sent.
+
+    For that they take Python's lock, and torch aborts the process where they find it ending (pytorch#190489).
+    """
+    atexit.register(time.sleep, 0.1)
+
+
 def make_world(
     timeout: float = math.inf,
     check_order: bool = False,
@@ -76,6 +88,7 @@ def make_world(
     """
     if not dist.is_initialized():
         return world_of_one()
+    outlast_messages()
     group = group or dist.group.WORLD
     size, rank, device = dist.get_world_size(group), dist.get_rank(group), local_device()
     backend = backend_of(group, device)

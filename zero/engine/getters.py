@@ -72,6 +72,10 @@ class DeepSpeedGetters:
     zero_partial_offload = _key("zero_optimization.offload_optimizer.ratio")
 
     basic_optimizer = property(lambda self: self.optimizer, doc="The optimizer itself: it wraps no other.")
+    gas_boundary_ctr = property(lambda self: self.global_steps, doc="Accumulation boundaries so far.")
+    dp_world_size = property(lambda self: self._metrics.axis.size, doc="Ranks that see different samples.")
+    mp_world_size = property(lambda self: self._config.grid.size("mp"), doc="Ranks that have one replica of the model.")
+    seq_dp_world_size = property(lambda self: self._config.summed, doc="Ranks over which gradients are averaged.")
 
     @property
     def config(self) -> dict[str, Any]:
@@ -82,26 +86,6 @@ class DeepSpeedGetters:
     def communication_data_type(self) -> torch.dtype:
         """The dtype that gradients are sent in; fp32 where nothing is said."""
         return DTYPES[self._config.communication_data_type or "fp32"]
-
-    @property
-    def gas_boundary_ctr(self) -> int:
-        """Accumulation boundaries so far."""
-        return self.global_steps
-
-    @property
-    def dp_world_size(self) -> int:
-        """Ranks that see different samples."""
-        return self._metrics.axis.size
-
-    @property
-    def mp_world_size(self) -> int:
-        """Ranks that have one replica of the model in parts."""
-        return self._config.grid.size("mp")
-
-    @property
-    def seq_dp_world_size(self) -> int:
-        """Ranks over which gradients are averaged."""
-        return self._config.summed
 
     @property
     def local_rank(self) -> int:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from zero.core.comm import local_device
 from zero.core.torch_private import nccl_options
+from zero.core.world import outlast_messages
 from zero.launch.launched import PORT, Launched, launched
 from zero.log import rank_zero
 
@@ -162,6 +163,7 @@ def _join(backend: str | None, timeout: timedelta, **explicit: Any) -> None:
     if "nccl" in backend and device.type == "cuda":
         explicit |= {"device_id": device, "pg_options": nccl_options(timeout)}
     dist.init_process_group(backend, timeout=timeout, **explicit)
+    outlast_messages()
     del kept
 
 
