@@ -187,12 +187,12 @@ def before_messages(kind: type, ask: Callable[[Any], None]) -> None:
     c10d._check_single_tensor, c10d._check_tensor_list = check_one, check_several
 
 
-@functools.cache
-def before_compiling(do: Callable[[], None]) -> None:
-    """Have torch's compiler `do` this before it looks at anything; it must have been loaded."""
+def before_compiling(do: Callable[[Any], None]) -> None:
+    """Have torch's compiler, which must have been loaded, `do` this before it looks at anything, until it is reset."""
     from torch._dynamo.callback import callback_handler
 
-    callback_handler.register_start_callback(lambda *args: do())
+    if do not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(do)
 
 
 def untransformed(work: Callable[..., Any]) -> Callable[..., Any]:

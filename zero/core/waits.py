@@ -36,8 +36,7 @@ class WaitHook(OwnHook):
             _wait_for(units)
 
         super().__init__(wait)
-        come = functools.partial(come_at_once, units)
-        self._compiled = torch.compiler.assume_constant_result(come)  # called once, by the compiler
+        self._compiled = torch.compiler.assume_constant_result(lambda: come_at_once(units))  # once, by the compiler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See `OwnHook`."""
@@ -74,7 +73,7 @@ def wait_hooks(module: nn.Module, trained: Sequence[Unit]) -> dict[nn.Module, Ca
 def follow_compiler() -> None:
     """Have all come before torch's compiler, once it is loaded, compiles anything: its code reads without asking."""
     if "torch._dynamo" in sys.modules:
-        before_compiling(come_at_once)
+        before_compiling(_all_come)
 
 
 def come_at_once(units: Iterable[Unit] = _AWAITED) -> None:
@@ -83,6 +82,10 @@ def come_at_once(units: Iterable[Unit] = _AWAITED) -> None:
     for unit in units:
         unit.late.awaited = False
     _wait_for([unit for unit in units if unit.coming])
+
+
+def _all_come(_: Any) -> None:
+    come_at_once()
 
 
 def _attach(module: nn.Module, units: Sequence[Unit]) -> list[RemovableHandle]:
