@@ -43,6 +43,7 @@ _HOMES = {
     "TiledLinear": "zero.tiled.linear",
     "tile_loss": "zero.tiled.loss",
     "tile_mlp": "zero.tiled.mlp",
+    "experts": "zero.parallel.experts.find",
     "groups": "zero.parallel.grid_groups",
     "LayerSpec": "zero.engine.pipeline_module",
     "PipelineModule": "zero.engine.pipeline_module",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.kernels.marks import WeightUpdate
     from zero.optim.fused import FusedOptimizer
     from zero.parallel.attention import attention, shared_attention
+    from zero.parallel.experts.find import experts
     from zero.parallel.grid_groups import groups
     from zero.parallel.tensor.told_sizes import tp_model_init
     from zero.plan.cut import Box, Cut

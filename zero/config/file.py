@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import Field
 
+from zero.config.expert_parallel import ExpertParallel
 from zero.config.monitor_sections import Comet, CommsLogger, Csv, FlopsProfiler, TensorBoard, Wandb
 from zero.config.pipeline import Pipeline
 from zero.config.sections import (
@@ -20,12 +21,11 @@ from zero.config.sections import (
     Zero,
 )
 from zero.config.tensor_parallel import TensorParallel
-from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, beyond, enabled
+from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, enabled
 from zero.config.values import Bool, Dtype, NotNegative, Positive, Section, Settings, Steps, absent, choice
 from zero.config.zero_section import ZeroOptimization
 
 _ONLY_DATA = "is not there yet: ranks share out data and sequences only; leave it out"
-_NOT_FOR_YOU = "is not there yet: experts are not placed for you; leave out all but the number of ranks"
 _NO_GRAPHS = "engine.compile(compile_kwargs={'mode': 'reduce-overhead'}) makes CUDA graphs, where there are any"
 _NOT_ENABLED = Unavailable(NOT_AVAILABLE.message, on=enabled)
 
@@ -109,9 +109,7 @@ class File(Section):
     msamp: Annotated[Settings, Unavailable("MS-AMP is not available; use bf16", on=enabled)]
     pipeline: Pipeline = absent(Pipeline)
     tensor_parallel: TensorParallel = absent(TensorParallel)
-    expert_parallel: Annotated[Settings, Unavailable(_NOT_FOR_YOU, on=beyond("enabled", "autoep_size", "ep_size"))]
-    """`autoep_size`: ranks that experts are divided among, where a script says how by `zero.set_cut`; anything else in
-    an enabled section is an error."""
+    expert_parallel: ExpertParallel = absent(ExpertParallel)
     compile: Annotated[Settings, Unavailable("DeepCompile is not available; leave it out", at="deepcompile")]
     elasticity: Annotated[Settings, Unavailable("is not available in this release; set train_batch_size", on=enabled)]
     autotuning: Annotated[Settings, Unavailable("is not read; use `zero tune script.py`", on=enabled)]

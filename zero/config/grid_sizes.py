@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from zero.config.file import File
-from zero.config.unavailable import enabled, lookup
+from zero.config.unavailable import lookup
 from zero.plan.grid import AXES, DATA, Grid, GridError
 
 KEYS = {
@@ -14,7 +14,6 @@ KEYS = {
     "tensor_parallel.tp.tp_size": "tp",
     "sequence_parallel_size": "cp",
     "expert_parallel.autoep_size": "ep",
-    "expert_parallel.ep_size": "ep",
     "pipeline.stages": "pp",
 }
 
@@ -35,7 +34,7 @@ def given_sizes(file: File) -> dict[str, Any]:
     said = file.tensor_parallel
     values["tensor_parallel"] = {"autotp_size": said.autotp_size, "tp": {"tp_size": said.tp.tp_size}}
     values["pipeline"] = {"stages": file.pipeline.stages}
-    values["expert_parallel"] = file.expert_parallel if enabled(file.expert_parallel) else {}
+    values["expert_parallel"] = {"autoep_size": file.expert_parallel.autoep_size if file.expert_parallel.enabled else 1}
     found = {key: lookup(values, key) for key in KEYS}
     return {key: size for key, size in found.items() if size not in (None, 0, 1, "auto")}
 

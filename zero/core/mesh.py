@@ -141,6 +141,14 @@ class Meshes:
         """The ranks along these axes of the grid; collective."""
         return self._along(names, reduces=False)
 
+    def apart_along(self, purpose: str, *names: str) -> Axis:
+        """As `along`, with a group that nothing else is sent over; collective."""
+        axis, world = self.along(*names), self._world
+        if axis.size == 1:
+            return axis
+        group = world.new_group(self.grid.ranks(names, world.rank), self._timeout, purpose)
+        return replace(axis, group_ref=weakref.ref(group), second_ref=None)
+
     def of(self, axes: UnitAxes = DENSE) -> Mesh:
         """The mesh of units that are cut and repeated along these axes of the grid."""
         axes = self._on_grid(axes)

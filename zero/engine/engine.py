@@ -294,8 +294,8 @@ class Engine(DeepSpeedGetters, nn.Module):
             failed = optimizer is not None and optimizer.failure is not None
             alone = failed or sharded.world.watchdog.broken
             sharded.dissolve(alone)
-            if self._training.forms.tensors is not None:
-                self._training.forms.tensors.restore(alone)
+            for form in filter(None, (self._training.forms.experts, self._training.forms.tensors)):
+                form.restore(alone)
             if optimizer is not None:
                 self._training.conclude()
             self._recorder.end()

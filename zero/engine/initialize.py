@@ -58,6 +58,8 @@ from zero.optim.make import make_shard_optimizer, optimizer_type_problems, shard
 from zero.optim.muon_groups import muon_groups
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
+from zero.parallel.experts.cutting import CutExperts, divided
+from zero.parallel.experts.find import Experts
 from zero.parallel.pipeline.build import Pipelined, pipelined
 from zero.parallel.shared import SharedSequences
 from zero.parallel.tensor.cutting import CutModel, planned
@@ -78,7 +80,7 @@ _CHECKS = {"optimizer": optimizer_type_problems, "scheduler": schedule_problems}
 # What is wanted of a model on more than one rank along an axis, and is not done for the user yet.
 _FORMS = {
     "pp": "all ranks have the same parameters; pipeline.stages of the JSON divides them",
-    "ep": "no parameter is an expert's: experts are not divided for you yet; zero.set_cut says it, along ep",
+    "ep": "no parameter is an expert's; set expert_parallel in the JSON, or say it by zero.set_cut, along ep",
 }
 
 
@@ -150,11 +152,12 @@ def _make(
 ) -> Engine:
     model, settings = given.model, given.settings
     plan = planned(model, settings, data.rank)
+    experts = divided(model, settings, data.rank)
     groups, client = _grouped(model, given.optimizer, given.model_parameters, settings, data.rank)
     with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
         zero_optimizer = _make_optimizer(groups, client, settings, stages)
         scheduler = arguments.make_scheduler(given.lr_scheduler, zero_optimizer, settings)
-        engine = _make_engine(model, zero_optimizer, settings, data, training_data, stages, plan)
+        engine = _make_engine(model, zero_optimizer, settings, data, training_data, stages, plan, experts)
     engine.lr_scheduler = scheduler
     return engine
 
@@ -183,6 +186,7 @@ def _make_engine(
     training_data: Dataset | Sequence[Any] | None,
     stages: Pipelined | None,
     plan: TensorPlan | CutModel | None,
+    experts: list[Experts] | CutExperts | None,
 ) -> Engine:
     stage, managed, device = settings.zero_optimization.stage, settings.managed_gradient_accumulation, local_device()
     sharding = Sharding.of_stage(stage, settings.reduces_each, managed)
@@ -201,6 +205,10 @@ def _make_engine(
             # What fails from here on leaves it cut, whole layers being on no rank; the next call goes on with that.
             cut = settings.tensor_parallel, {} if stages is None else stages.divided.stage_of
             tensors = CutModel(model, plan, meshes, *cut) if isinstance(plan, TensorPlan) else plan
+            if isinstance(experts, list):
+                experts = CutExperts(model, experts, meshes)
+            elif experts is not None:
+                experts.attach(meshes)
             _agree(model, groups, world, meshes)
             if (other := sharer(model, settings)) is not None and zero_optimizer is None:
                 world.watchdog.close()
@@ -222,7 +230,7 @@ def _make_engine(
                 tensors.attach(meshes, settings.tensor_parallel)
             over = meshes.along(*DATA)
             made_by = Engine if stages is None else PipelineEngine
-            parts = over, Forms(sharing, tensors), stages
+            parts = over, Forms(sharing, tensors, experts), stages
             engine = made_by(sharded, zero_optimizer, settings, device, recomputing, initialize, *parts)
     except BaseException:
         recomputing.undo()

@@ -54,6 +54,7 @@ from zero.monitor.comms import Traffic, table
 from zero.monitor.step_record import StepRecord
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
+from zero.parallel.experts.cutting import CutExperts
 from zero.parallel.shared import SharedSequences
 from zero.parallel.tensor.cutting import CutModel
 from zero.recompute.modules import Recomputing
@@ -61,10 +62,11 @@ from zero.watchdog.hang_report import Phase
 
 
 class Forms(NamedTuple):
-    """The division of a model's sequences and layers among ranks; None for what is not divided."""
+    """The division of a model's sequences, layers and experts among ranks; None for what is not divided."""
 
     sharing: SharedSequences | None = None
     tensors: CutModel | None = None
+    experts: CutExperts | None = None
 
 
 class TrainingStep:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from zero.core.torch_private import saves_tensors_by_hooks
 from zero.log import log_once
 from zero.recompute.holder import HOLDER, Scope
+from zero.recompute.kept import Values
 from zero.recompute.saved_inputs import InputStore, restored
 from zero.recompute.selective import Contexts
 
@@ -141,6 +142,7 @@ def recomputed(
     first, later = (contextlib.nullcontext(), contextlib.nullcontext()) if contexts is None else contexts()
     originals = [(args, kwargs)]  # for the forward, which must not get copies; dropped after it
     buffers: list[SavedBuffer] = []
+    values = Values()
 
     def run(marker: torch.Tensor, *stored: Any) -> Any:
         again = not originals
@@ -154,6 +156,7 @@ def recomputed(
             if inputs is not None:
                 around.enter_context(inputs.around(again))
             around.enter_context(HOLDER.within(Scope(None, HOLDER.scope.inside + 1)))
+            around.enter_context(values.running(again))
             around.enter_context(later if again else first)
             out = fn(*positional, **named)
         buffers.extend(changed(before))

@@ -35,7 +35,7 @@ from zero.parallel.tensor.layers import Layer, set_widths
 from zero.parallel.tensor.plan import Place, TensorPlan, is_inside, tensor_plan
 from zero.parallel.tensor.styles import OF_MODEL
 from zero.parallel.tensor.tree import NoDraws, TreeForward, check_blocks
-from zero.plan.grid import UnitAxes
+from zero.plan.grid import DENSE, UnitAxes
 
 RECORD = "_zero_cut_model"  # of a model that is cut
 
@@ -62,10 +62,10 @@ class CutModel:
         self._changed: list[tuple[nn.Module, str, Any]] = []
         self.whole = False  # whether all of it is as planned: else parameters are in parts, and no layer knows
         if self.axis.size > 1:  # before anything is changed
-            _refuse_graphs({name: place.param for name, place in plan.places.items() if place.cut is not None})
+            refuse_graphs({name: place.param for name, place in plan.places.items() if place.cut is not None})
         model.__dict__[RECORD] = self
         shapes = {name: place.cut.shape for name, place in plan.places.items() if place.cut is not None}
-        self._handle = model.register_state_dict_post_hook(functools.partial(_whole_only, shapes, self.axis.size))
+        self._handle = model.register_state_dict_post_hook(functools.partial(whole_only, shapes, self.axis.size))
         if self.axis.size > 1:
             self._cut(meshes)
         self._forwards, scopes = replaced(model, plan, self.axis, self.blocks, stage_of)
@@ -124,21 +124,13 @@ class CutModel:
 
     def _cut(self, meshes: Meshes) -> None:
         for name, param in list(self._model.named_parameters()):
-            at, owner = self.plan.places.get(name), owner_of(param)
-            deferred = owner.unit if owner is not None and isinstance(owner.unit, DeferredParam) else None
-            if deferred is None:
+            at = self.plan.places.get(name)
+            if deferred_in(param) is None:
                 comm.broadcast(param.detach(), 0, self.axis, name)
             if at is None:
                 continue  # where it is deferred it has the values of rank 0, whoever holds them
             self._placed.append((param, at, axes_of(param)))
-            storage = None
-            if deferred is not None and at.cut is not None:
-                storage = ShardStorage(deferred.shard.values.device, deferred.shard.values.is_pinned())
-                deferred.open()
-                deferred.make_plain()
-            place(param, at, self.axis.rank)
-            if storage is not None:
-                DeferredParam(param, name, 0, meshes.of, 0).close(storage)
+            cut_param(param, name, at, self.axis.rank, meshes)
 
     def _compare_first(self, scopes: Mapping[str, Scope]) -> None:
         """Have blocks that are cut by names of layers be compared at their first forward."""
@@ -161,10 +153,7 @@ class CutModel:
         if self._first is not None:
             self._first.close()
         for param, place, axes in self._placed:
-            if place.cut is not None:
-                param.data = moves.assembled(param.detach(), axis, place.dim, place.ranges)
-                param._zero_cut = None
-            share_along(axes, [param])
+            make_whole(param, place, axes, axis)
         self._placed = []
         for forward in reversed(self._forwards):
             forward.undo()
@@ -179,7 +168,7 @@ class CutModel:
             setattr(memo[id(module)], name, value)
 
 
-def _whole_only(
+def whole_only(
     shapes: Mapping[str, tuple[int, ...]], ranks: int, module: nn.Module, values: dict[str, Any], prefix: str, _: Any
 ) -> None:
     """Raise RuntimeError where values of a state dict would be parts; parameters themselves know that they are."""
@@ -256,15 +245,42 @@ def set_counts(model: nn.Module, plan: TensorPlan) -> list[tuple[nn.Module, str,
 
 def place(param: nn.Parameter, at: Place, rank: int) -> None:
     """Leave of a parameter the part that a rank has, and have an engine that is made later know it."""
-    own = axes_of(param)  # it may have some already, as of stages that share it
-    same = tuple(set(own.same) - {"tp"})
-    axes = own._replace(parts=(*own.parts, *at.axes.parts), sums=(*own.sums, *at.axes.sums), same=same)
+    own, axes = axes_of(param), at.axes  # it may have some already, as of stages that share it
+    if axes.shard == DENSE.shard:
+        same = tuple(set(own.same) - {"tp"})
+        axes = own._replace(parts=(*own.parts, *axes.parts), sums=(*own.sums, *axes.sums), same=same)
     if at.cut is None:
         share_along(axes, [param])
         return
     values = param.detach()
     param.data = torch.cat([values.narrow(at.dim, start, size) for start, size in at.ranges[rank]], at.dim)
     set_cut(param, at.cut, axes)
+
+
+def deferred_in(param: nn.Parameter) -> DeferredParam | None:
+    """What has the values of a parameter that is born sharded; None for another one."""
+    owner = owner_of(param)
+    return owner.unit if owner is not None and isinstance(owner.unit, DeferredParam) else None
+
+
+def cut_param(param: nn.Parameter, name: str, at: Place, rank: int, meshes: Meshes) -> None:
+    """As `place`; a parameter that is born sharded stays so."""
+    deferred, storage = deferred_in(param), None
+    if deferred is not None and at.cut is not None:
+        storage = ShardStorage(deferred.shard.values.device, deferred.shard.values.is_pinned())
+        deferred.open()
+        deferred.make_plain()
+    place(param, at, rank)
+    if storage is not None:
+        DeferredParam(param, name, 0, meshes.of, 0).close(storage)
+
+
+def make_whole(param: nn.Parameter, at: Place, axes: UnitAxes, axis: Axis | None) -> None:
+    """Undo `place`, whose axes were others before; without other ranks (None) their parts are NaN."""
+    if at.cut is not None:
+        param.data = moves.assembled(param.detach(), axis, at.dim, at.ranges)
+        param._zero_cut = None
+    share_along(axes, [param])
 
 
 def _here(model: nn.Module) -> dict[str, nn.Module]:
@@ -297,7 +313,7 @@ def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutMo
     return plan
 
 
-def _refuse_graphs(params: dict[str, nn.Parameter]) -> None:
+def refuse_graphs(params: dict[str, nn.Parameter]) -> None:
     """Raise RuntimeError where a graph of an earlier forward is kept: it expects gradients of whole parameters."""
     for name, param in params.items():
         if param.requires_grad and owner_of(param) is None:

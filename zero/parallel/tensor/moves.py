@@ -48,6 +48,11 @@ def regathered(x: Tensor, whole: Tensor, axis: Axis, dim: int, sizes: Sequence[i
     return _Moved.apply(x, lambda *_: _same(whole), reduce_scatter, axis, dim % x.ndim, sizes)
 
 
+def exchanged(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """The rows that the ranks send this one, so many of each; of `x` they get so many, one rank after the other."""
+    return _Moved.apply(x, all_to_all, _returned, axis, sent, received)
+
+
 def added_once(x: Tensor, bias: Tensor, axis: Axis) -> Tensor:
     """A partial sum with a whole bias, which the first rank adds; the gradient of the bias is whole on each rank."""
     return _AddedOnce.apply(x, bias, axis.rank == 0)
@@ -102,6 +107,19 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Ten
     return out[: sizes[axis.rank]].to(x.device).movedim(0, dim).contiguous()
 
 
+def all_to_all(x: Tensor, axis: Axis, sent: Sequence[int] = (), received: Sequence[int] = ()) -> Tensor:
+    """The rows that the ranks send this one; by default all send equally many."""
+    if axis.size == 1:
+        return x
+    rows = _sent(x.contiguous(), axis)
+    out = rows.new_empty(sum(received) if received else len(rows), *rows.shape[1:])
+    stays = sent[axis.rank] if sent else len(rows) // axis.size
+    leaves = (len(rows) - stays) * rows[:1].nbytes
+    sizes = [*received] or None, [*sent] or None
+    _exchange("expert exchange", leaves, axis, partial(dist.all_to_all_single, out, rows, *sizes))
+    return out.to(x.device)
+
+
 def part_of(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's part, with memory of its own."""
     return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).clone(memory_format=torch.contiguous_format)
@@ -128,6 +146,10 @@ def _exchange(what: str, leaves: int, axis: Axis, start: Callable[..., Any]) -> 
     with axis.watchdog.sending(collective):
         work = start(group=axis.group, async_op=True)
     axis.watchdog.wait((work,), collective)
+
+
+def _returned(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    return all_to_all(x, axis, received, sent)
 
 
 def _same(x: Tensor, *_: Any) -> Tensor:

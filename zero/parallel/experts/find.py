@@ -1,0 +1,143 @@
+"""Which modules have experts: stacks of their weights along dim 0, called with tokens, their experts and weights."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from zero.config.expert_parallel import ExpertParallel
+from zero.parallel.pipeline.trunk import pretrained as models_in
+from zero.plan.cut import Cut
+from zero.plan.tensors import slice_of
+
+STACKS = "_zero_stacks"  # of a module whose maker has said which of its parameters are stacks
+_SLOTS = ("batched_mm", "grouped_mm", "sonicmoe", "deepgemm")  # that add up a token's experts in the order of its slots
+_WHERE = "expert_parallel.autoep_size"
+
+
+class Experts(NamedTuple):
+    """A module of `count` experts, whose parameters `stacks` have one after the other along dim 0."""
+
+    name: str
+    module: nn.Module
+    count: int
+    stacks: tuple[str, ...]
+
+    @property
+    def by_slot(self) -> bool:
+        """Whether it adds up what the experts of a token give in the order of the router, and not in theirs."""
+        kind = getattr(getattr(self.module, "config", None), "_experts_implementation", None)
+        return isinstance(kind, str) and kind.startswith(_SLOTS) and hasattr(self.module, "_is_expert_parallel")
+
+    def cut(self, stack: str, rank: int, ranks: int) -> Cut:
+        """The part of a stack that one of `ranks` has."""
+        each = self.count // ranks
+        return slice_of(tuple(self.module._parameters[stack].shape), 0, [(rank * each, each)])
+
+
+def experts(module: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Say that these parameters of the module are stacks of experts along dim 0; returns the module.
+
+    `expert_parallel` then divides them. The module is called with tokens [n, width], the experts of each token [n, k]
+    (integers) and their weights [n, k], and gives [n, width]: the sum over k of weight x expert(token). Transformers'
+    own need not be told. Raises ValueError for a name that it does not have, and for stacks of different lengths.
+    """
+    missing = [name for name in names if module._parameters.get(name) is None]
+    if missing or not names:
+        raise ValueError(f"experts(): {type(module).__name__} has no parameters {missing or 'named'} of its own")
+    lengths = {name: module._parameters[name].shape[0] for name in names}
+    if len({*lengths.values()}) > 1:
+        raise ValueError(f"experts(): {type(module).__name__} has stacks of different lengths: {lengths}")
+    setattr(module, STACKS, tuple(names))
+    return module
+
+
+def experts_of(model: nn.Module, section: ExpertParallel, ranks: int) -> list[Experts]:
+    """The modules whose experts `ranks` ranks divide.
+
+    Raises ValueError where there is none, with what there is, and where ranks do not divide them, with what would.
+    """
+    planned, named, found = _planned(model), dict(model.named_modules()), list[Experts]()
+    pattern = re.compile(section.moe_layer_pattern or "")
+    for name, module in named.items():
+        stacks = getattr(module, STACKS, None) or _stacks(module)
+        if not stacks and name in planned:
+            raise ValueError(
+                f"{_WHERE} {ranks}: the ep_plan names '{name}', a {type(module).__name__}, whose parameters are not "
+                f"stacks of equally many experts: {_shapes(module)}"
+            )
+        if stacks and pattern.search(name):
+            found.append(Experts(name, module, module._parameters[stacks[0]].shape[0], stacks))
+    if not found:
+        raise ValueError(f"{_WHERE} {ranks}: no experts are found in {type(model).__name__}{_strangers(named)}")
+    _check(model, found, section, ranks)
+    return found
+
+
+def _planned(model: nn.Module) -> set[str]:
+    """The names of modules that a model of transformers says to dispatch tokens to."""
+    found = set()
+    for prefix, theirs in models_in(model):
+        plan = getattr(theirs, "ep_plan", None)
+        plan = plan if isinstance(plan, Mapping) else {}
+        wild = {name for name, style in plan.items() if style == "ep_dispatch_experts"}
+        for name, _ in theirs.named_modules():
+            if re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) in wild:
+                found.add(f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+def _stacks(module: nn.Module) -> tuple[str, ...]:
+    """The names of stacks, by the structure of a module that is called with tokens, experts and weights."""
+    params = {name: each for name, each in module._parameters.items() if each is not None}
+    lengths = {each.shape[0] if each.ndim > 1 else 0 for each in params.values()}
+    if len(lengths) != 1 or min(lengths) < 2 or max(each.ndim for each in params.values()) < 3:
+        return ()
+    takes = inspect.signature(module.forward).parameters.values()
+    return tuple(params) if sum(each.kind is not each.VAR_KEYWORD for each in takes) == 3 else ()
+
+
+def _check(model: nn.Module, found: Sequence[Experts], section: ExpertParallel, ranks: int) -> None:
+    for each in found:
+        if each.count % ranks:
+            near = [size for size in range(1, each.count + 1) if each.count % size == 0]
+            nearest = sorted(near, key=lambda size: abs(size - ranks))[:2]
+            raise ValueError(
+                f"{_WHERE} {ranks} does not divide the {each.count} experts of '{each.name}'; "
+                f"{' or '.join(map(str, sorted(nearest)))} do"
+            )
+        trained = {name: each.module._parameters[name].requires_grad for name in each.stacks}
+        if len({*trained.values()}) > 1 and each.module._parameters[each.stacks[0]].ndim > 3:
+            raise ValueError(f"{_WHERE} {ranks}: of '{each.name}' only some stacks are trained: {trained}")
+    config = getattr(model, "config", None)
+    wanted = getattr(config, section.num_experts_attr or "", found[0].count)
+    if any(each.count != wanted for each in found):
+        counts = {each.name: each.count for each in found}
+        raise ValueError(f"expert_parallel.num_experts_attr: the model's config has {wanted}, not {counts}")
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(each.shape) for name, each in module._parameters.items() if each is not None}
+
+
+def _strangers(named: Mapping[str, nn.Module]) -> str:
+    """What looks like experts and cannot be divided, for an error."""
+    lists = [name for name, each in named.items() if isinstance(each, nn.ModuleList) and "expert" in name.lower()]
+    others = [name for name, each in named.items() if "expert" in name.lower() and _shapes(each)]
+    if lists:
+        kinds = {type(named[name][0]).__name__ for name in lists if len(named[name])}
+        return (
+            f": {', '.join(lists[:3])} are lists of separate modules ({', '.join(kinds)}); stack their weights in one "
+            "parameter [experts, ...] of a module that is called with tokens, experts and weights, and say it by "
+            "zero.experts(module, names)"
+        )
+    if others:
+        shapes = "; ".join(f"{name} {_shapes(named[name])}" for name in others[:3])
+        return f": {shapes} are no stacks that are called with tokens, experts and weights; see zero.experts"
+    return "; say which they are by zero.experts(module, names), or leave expert_parallel out"
+
+
