@@ -92,7 +92,7 @@ class DispatchedForward(ReplacedForward):
             index = torch.arange(self._local, device=x.device).repeat(self.ranks.size)
             index = index.repeat_interleave(told.flatten(), output_size=count)[:, None]
         ones = x.new_ones(len(x), 1)
-        out = self.plain(**dict(zip(self._names, (x, index, ones), strict=True)))
+        out = self.plain(x, index, ones)
         if not self._compared:
             self._compare(x.detach(), index, out.detach())
         return out[:count]
@@ -113,7 +113,7 @@ class DispatchedForward(ReplacedForward):
     def _compare(self, x: Tensor, index: Tensor, plain: Tensor) -> None:
         """Raise ValueError where the module's weights are not factors of what its experts give, as ours are."""
         halves = torch.full_like(x[:, :1], 0.5)
-        half = self.plain(**dict(zip(self._names, (x, index, halves), strict=True)))
+        half = self.plain(x, index, halves)
         if not torch.allclose(half, plain * 0.5, rtol=1e-2, atol=1e-3 * float(plain.abs().max())):
             raise ValueError(
                 f"expert_parallel: '{self._found.name}', a {type(self.module).__name__}, does not give the sum of "
