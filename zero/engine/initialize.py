@@ -151,8 +151,9 @@ def _make(
     given: Given,
 ) -> Engine:
     model, settings = given.model, given.settings
-    plan = planned(model, settings, data.rank)
     experts = divided(model, settings, data.rank)
+    apart = [each.name for each in (experts if isinstance(experts, list) else getattr(experts, "found", ()))]
+    plan = planned(model, settings, data.rank, apart)
     groups, client = _grouped(model, given.optimizer, given.model_parameters, settings, data.rank)
     with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
         zero_optimizer = _make_optimizer(groups, client, settings, stages)
@@ -203,12 +204,12 @@ def _make_engine(
         with world.watchdog.call(Phase.INITIALIZE):
             _refuse(model, groups, settings, sharding, world)
             # What fails from here on leaves it cut, whole layers being on no rank; the next call goes on with that.
-            cut = settings.tensor_parallel, {} if stages is None else stages.divided.stage_of
-            tensors = CutModel(model, plan, meshes, *cut) if isinstance(plan, TensorPlan) else plan
             if isinstance(experts, list):
                 experts = CutExperts(model, experts, meshes)
             elif experts is not None:
                 experts.attach(meshes)
+            cut = settings.tensor_parallel, {} if stages is None else stages.divided.stage_of
+            tensors = CutModel(model, plan, meshes, *cut) if isinstance(plan, TensorPlan) else plan
             _agree(model, groups, world, meshes)
             if (other := sharer(model, settings)) is not None and zero_optimizer is None:
                 world.watchdog.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -125,6 +125,8 @@ class CutModel:
     def _cut(self, meshes: Meshes) -> None:
         for name, param in list(self._model.named_parameters()):
             at = self.plan.places.get(name)
+            if cut_of(param) is not None:
+                continue  # along another axis
             if deferred_in(param) is None:
                 comm.broadcast(param.detach(), 0, self.axis, name)
             if at is None:
@@ -287,10 +289,12 @@ def _here(model: nn.Module) -> dict[str, nn.Module]:
     return {name: each for name, each in model.named_modules() if not isinstance(each, Elsewhere)}
 
 
-def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutModel | None:
+def planned(
+    model: nn.Module, settings: Config, rank: int, apart: Sequence[str] = ()
+) -> TensorPlan | CutModel | None:
     """The plan by which to cut the model; None where it is not, or by hand; the record where by another engine.
 
-    One rank has the blocks of a tree, too. Raises ValueError for what cannot be cut.
+    apart: modules that are divided otherwise. One rank has the blocks of a tree, too. Raises ValueError for what cannot be cut.
     """
     ranks = settings.grid.ranks("tp", rank)
     if len(ranks) == 1 and settings.tensor_parallel.reduce != "tree":
@@ -307,7 +311,7 @@ def planned(model: nn.Module, settings: Config, rank: int) -> TensorPlan | CutMo
         return before
     if any(cut_of(param) is not None for param in model.parameters()):
         return None
-    plan = tensor_plan(model, settings.tensor_parallel, ranks.index(rank), len(ranks))
+    plan = tensor_plan(model, settings.tensor_parallel, ranks.index(rank), len(ranks), apart)
     if settings.tensor_parallel.reduce == "tree":
         check_blocks(model, plan, settings.tensor_parallel)
     return plan

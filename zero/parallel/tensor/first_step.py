@@ -19,6 +19,7 @@ from zero.core import comm
 from zero.core.agree import agree
 from zero.core.comm import Axis
 from zero.core.hooks import tensors_in
+from zero.core.owner import cut_of
 from zero.core.tensors import map_leaves
 from zero.parallel.pipeline.partition import in_eval
 from zero.parallel.tensor.forward import Scope, values_said
@@ -42,7 +43,7 @@ class FirstStep:
         self._errors: dict[str, float] = {}
         self._handles: list[RemovableHandle] = []
         for name, param in model.named_parameters():
-            if name not in cut and param.requires_grad:
+            if name not in cut and cut_of(param) is None and param.requires_grad:
                 self._errors[name] = 0.0
                 self._handles.append(param.register_hook(self._watch(name)))
 

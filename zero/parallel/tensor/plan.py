@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,8 +71,8 @@ class TensorPlan:
         yield from self.alone
 
 
-def tensor_plan(model: nn.Module, section: Any, rank: int, ranks: int) -> TensorPlan:
-    """The plan by which the section `tensor_parallel` cuts a model; changes nothing.
+def tensor_plan(model: nn.Module, section: Any, rank: int, ranks: int, apart: Sequence[str] = ()) -> TensorPlan:
+    """The plan by which the section `tensor_parallel` cuts a model; changes nothing. apart: modules that stay whole.
 
     Raises ValueError where nothing tells how, with what there is, and where ranks do not divide what belongs together.
     """
@@ -84,6 +84,8 @@ def tensor_plan(model: nn.Module, section: Any, rank: int, ranks: int) -> Tensor
         )
     try:
         styles = styles_of(model, section)
+        for name in [name for name in styles.by_name if any(is_inside(name, each) for each in apart)]:
+            del styles.by_name[name]
         layers = [_layer(model, name, style, styles) for name, style in styles.by_name.items()]
         layers = [layer for each in layers for layer in each]
         plan = _divided(model, layers, styles, rank, ranks)
