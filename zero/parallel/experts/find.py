@@ -139,5 +139,3 @@ def _strangers(named: Mapping[str, nn.Module]) -> str:
         shapes = "; ".join(f"{name} {_shapes(named[name])}" for name in others[:3])
         return f": {shapes} are no stacks that are called with tokens, experts and weights; see zero.experts"
     return "; say which they are by zero.experts(module, names), or leave expert_parallel out"
-
-

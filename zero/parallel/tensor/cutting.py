@@ -289,9 +289,7 @@ def _here(model: nn.Module) -> dict[str, nn.Module]:
     return {name: each for name, each in model.named_modules() if not isinstance(each, Elsewhere)}
 
 
-def planned(
-    model: nn.Module, settings: Config, rank: int, apart: Sequence[str] = ()
-) -> TensorPlan | CutModel | None:
+def planned(model: nn.Module, settings: Config, rank: int, apart: Sequence[str] = ()) -> TensorPlan | CutModel | None:
     """The plan by which to cut the model; None where it is not, or by hand; the record where by another engine.
 
     apart: modules that are divided otherwise. One rank has the blocks of a tree, too. Raises ValueError for what cannot be cut.

@@ -1,0 +1,92 @@
+"""The promise: experts that ranks divide give the bits of one process, on any grid and at any stage.
+
+The numbers are integers and powers of two, so that no sum rounds in any order: each missing or double factor shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cut_models import integers, place_of, plain, trained
+from expert_models import Experts, json_with
+from marks import longer
+
+GRIDS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, ep, and what else the JSON says
+    "ep 2": (2, 2, {}),
+    "ep 4": (4, 4, {}),
+    "ep 2 x efsdp 2": (4, 2, {}),
+    "ep 2 x replicas 2": (4, 2, {"zero_optimization": {"mics_shard_size": 2}}),
+    "ep 2 = tp 2": (2, 2, {"tensor_parallel": {"autotp_size": 2}}),
+    "ep 2 x tp 2": (4, 2, {"tensor_parallel": {"autotp_size": 2}}),
+    "ep 4 = dp 2 x tp 2": (4, 4, {"tensor_parallel": {"autotp_size": 2}}),
+}
+ROUTES = {"all": None, "some": (0, 3), "one": (2,)}  # the experts that get tokens
+
+
+def one(grid: str, stage: int, routes: str, **more: Any) -> dict[str, Any]:
+    """Train one step of two micro-batches, which must be that of one process."""
+    _, ep, json = GRIDS[grid]
+    tp = json.get("tensor_parallel", {}).get("autotp_size", 1)
+    make = functools.partial(Experts, only=ROUTES[routes])
+    dp = dist.get_world_size() // tp
+    if not stage:
+        json = {key: value for key, value in json.items() if key != "zero_optimization"}
+    found = trained(make, json_with(ep, stage, 2, **json, **more), integers, place_of(tp))
+    wanted, before = plain(make, integers, dp, 2), dict(make().named_parameters())
+    for name, grad in wanted["grads"].items():
+        assert torch.equal(found["grads"][name], grad), name
+        assert torch.equal(found["weights"][name], before[name] - 0.125 * grad), name
+        assert ("experts" not in name) or found["shapes"][name] == (4 // ep, *before[name].shape[1:])
+    total = sum(float(grad.double().square().sum()) for grad in wanted["grads"].values()) ** 0.5
+    assert found["norms"][0] == pytest.approx(total, rel=1e-12)
+    losses = torch.tensor(found["losses"], dtype=torch.float64)
+    dist.all_reduce(losses)
+    assert losses.sum().item() / dist.get_world_size() / 2 == wanted["loss"]
+    return found
+
+
+SHORT = [("ep 2", 3, "some"), ("ep 2 x efsdp 2", 1, "all"), ("ep 4", 2, "one"), ("ep 4 = dp 2 x tp 2", 3, "all")]
+REST = [each for each in itertools.product(GRIDS, range(4), ROUTES) if each not in SHORT]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world", "grid", "stage", "routes"),
+    [*((GRIDS[each[0]][0], *each) for each in SHORT), *longer(*((GRIDS[each[0]][0], *each) for each in REST))],
+)
+def test_every_grid_and_stage_with_experts_that_get_no_token_and_one_that_gets_all(
+    world: int, grid: str, stage: int, routes: str
+) -> None:
+    one(grid, stage, routes)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "stage"), [(4, 3), *longer((4, 0), (4, 1), (4, 2))])
+def test_experts_of_shared_sequences(world: int, stage: int) -> None:
+    """Ranks that share a sequence send tokens of their pieces; the integers of their losses are the whole's."""
+    found = trained(
+        Experts,
+        json_with(2, stage, sequence_parallel_size=2, zero={"context": {"reduction": "sum"}}),
+        with_positions,
+        place_of(1, 2),
+    )
+    wanted = plain(Experts, integers, 2)
+    for name, grad in wanted["grads"].items():
+        assert torch.equal(found["grads"][name], grad), name
+
+
+def with_positions(number: int, place: int) -> dict[str, torch.Tensor]:
+    batch = integers(number, place)
+    return batch | {"position_ids": torch.arange(batch["ids"].shape[1])[None].expand_as(batch["ids"])}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "policy"), [(2, "full"), *longer((4, "full"), (4, "selective"))])
+def test_blocks_that_are_recomputed(world: int, policy: str) -> None:
+    recompute = {"recompute": {"modules": ["Block"], "policy": policy}}
+    one("ep 2" if world == 2 else "ep 4", 3, "all", zero=recompute)
