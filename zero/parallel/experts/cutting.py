@@ -11,13 +11,15 @@ from torch import nn
 
 from zero.config import Config
 from zero.core import comm
+from zero.core.comm import Axis
 from zero.core.mesh import Meshes
 from zero.core.owner import axes_of, cut_of
 from zero.parallel.experts.dispatch import DispatchedForward
 from zero.parallel.experts.find import Experts, experts_of
 from zero.parallel.tensor.cutting import cut_param, deferred_in, make_whole, refuse_graphs, whole_only
 from zero.parallel.tensor.plan import Place
-from zero.plan.grid import EXPERTS, UnitAxes
+from zero.plan.grid import DENSE, EXPERTS, UnitAxes
+from zero.plan.tensors import slice_of
 
 RECORD = "_zero_cut_experts"  # of a model whose experts are divided
 _COUNT = "expert"  # in the name of an attribute that says how many there are
@@ -35,19 +37,22 @@ class CutExperts:
         here = set(model.modules())
         found = [each for each in found if each.module in here]
         self.ranks, self.peers = meshes.along("ep"), meshes.along("tp")
-        places = {name: (param, self._place(each, stack)) for name, param, each, stack in _stacks(found)}
-        refuse_graphs({name: param for name, (param, _) in places.items()})
+        places = dict(_places(model, found, self.ranks, self.peers.size > 1))
+        refuse_graphs({name: place.param for name, place in places.items() if place.cut is not None})
         model.__dict__[RECORD] = self
-        shapes = {name: tuple(param.shape) for name, (param, _) in places.items()}
+        shapes = {name: place.cut.shape for name, place in places.items() if place.cut is not None}
         self._handle = model.register_state_dict_post_hook(functools.partial(whole_only, shapes, self.ranks.size))
         self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []
-        for name, (param, place) in places.items():
-            if deferred_in(param) is None:
-                comm.broadcast(param.detach(), 0, self.ranks, name)
-            self._placed.append((param, place, axes_of(param)))
-            cut_param(param, name, place, self.ranks.rank, meshes)
+        for name, place in places.items():
+            if deferred_in(place.param) is None:
+                comm.broadcast(place.param.detach(), 0, self.ranks, name)
+            self._placed.append((place.param, place, axes_of(place.param)))
+            cut_param(place.param, name, place, self.ranks.rank, meshes)
         self.forwards = [DispatchedForward(each, self.ranks, self.peers) for each in found]
-        self._changed = [(each.module, name, each.count) for each in found for name in _counts(each)]
+        counting = [(each, module) for each in found for module in (each.module, *each.adapters(model))]
+        self._changed = [
+            (module, name, each.count) for each, module in counting for name in _counts(module, each.count)
+        ]
         for module, name, count in self._changed:
             setattr(module, name, count // self.ranks.size)
         self.attach(meshes)
@@ -78,12 +83,6 @@ class CutExperts:
             setattr(module, name, value)
         self._placed, self.forwards, self._changed = [], [], []
 
-    def _place(self, each: Experts, stack: str) -> Place:
-        share = each.count // self.ranks.size
-        ranges = tuple([(rank * share, share)] for rank in range(self.ranks.size))
-        cut = each.cut(stack, self.ranks.rank, self.ranks.size)
-        return Place(each.module._parameters[stack], cut, EXPERTS, 0, ranges)
-
 
 def divided(model: nn.Module, settings: Config, rank: int) -> list[Experts] | CutExperts | None:
     """The experts to divide; None where they are not, or by hand; the record where they are for another engine.
@@ -106,12 +105,23 @@ def divided(model: nn.Module, settings: Config, rank: int) -> list[Experts] | Cu
     return experts_of(model, settings.expert_parallel, len(ranks))
 
 
-def _stacks(found: Sequence[Experts]) -> Iterator[tuple[str, nn.Parameter, Experts, str]]:
+def _places(model: nn.Module, found: Sequence[Experts], ranks: Axis, shared: bool) -> Iterator[tuple[str, Place]]:
+    """Where parameters of experts are, by name.
+
+    What all experts of a module have in common stays whole; with `shared` tokens each rank sees a part of them.
+    """
+    names = {param: name for name, param in model.named_parameters()}
     for each in found:
-        for stack in each.stacks:
-            yield f"{each.name}.{stack}" if each.name else stack, each.module._parameters[stack], each, stack
+        adapters = each.adapters(model)
+        for part in each.parts(ranks.size, adapters):
+            param = part.module._parameters[part.own]
+            cut = slice_of(tuple(param.shape), part.dim, part.ranges[ranks.rank])
+            yield names.pop(param), Place(param, cut, EXPERTS, part.dim, part.ranges)
+        for param in each.module.parameters() if shared else ():
+            if param in names:
+                yield names.pop(param), Place(param, None, DENSE._replace(sums=("tp",)))
 
 
-def _counts(each: Experts) -> list[str]:
-    """The attributes of the module that say how many experts it has."""
-    return [name for name, value in vars(each.module).items() if _COUNT in name and value == each.count]
+def _counts(module: nn.Module, count: int) -> list[str]:
+    """The attributes of a module that say how many experts it has."""
+    return [name for name, value in vars(module).items() if _COUNT in name and value == count]

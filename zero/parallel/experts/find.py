@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from zero.config.expert_parallel import ExpertParallel
 from zero.parallel.pipeline.trunk import pretrained as models_in
-from zero.plan.cut import Cut
-from zero.plan.tensors import slice_of
+from zero.parallel.tensor.plan import is_inside
 
 STACKS = "_zero_stacks"  # of a module whose maker has said which of its parameters are stacks
 _SLOTS = ("batched_mm", "grouped_mm", "sonicmoe", "deepgemm")  # that add up a token's experts in the order of its slots
 _WHERE = "expert_parallel.autoep_size"
+
+
+class Part(NamedTuple):
+    """A parameter of a module, of which each rank has these `ranges`, starts and sizes, along `dim`."""
+
+    module: nn.Module
+    own: str
+    dim: int
+    ranges: tuple[list[tuple[int, int]], ...]
 
 
 class Experts(NamedTuple):
@@ -33,10 +41,26 @@ class Experts(NamedTuple):
         kind = getattr(getattr(self.module, "config", None), "_experts_implementation", None)
         return isinstance(kind, str) and kind.startswith(_SLOTS) and hasattr(self.module, "_is_expert_parallel")
 
-    def cut(self, stack: str, rank: int, ranks: int) -> Cut:
-        """The part of a stack that one of `ranks` has."""
+    def parts(self, ranks: int, adapters: Sequence[nn.Module]) -> Iterator[Part]:
+        """What is cut: the stacks, and what adapts them (PEFT's `target_parameters`).
+
+        Of the two matrices of rank r of a stack's adapter, experts lie in blocks of r along the first dim of A, and are
+        neighbours along the last of B.
+        """
         each = self.count // ranks
-        return slice_of(tuple(self.module._parameters[stack].shape), 0, [(rank * each, each)])
+        for stack in self.stacks:
+            yield Part(self.module, stack, 0, tuple([(rank * each, each)] for rank in range(ranks)))
+        for adapter in adapters:
+            for name, a in adapter.lora_A.items():
+                r = a.weight.shape[0] // self.count
+                yield Part(a, "weight", 0, tuple([(rank * each * r, each * r)] for rank in range(ranks)))
+                runs = tuple([(row * self.count + rank * each, each) for row in range(r)] for rank in range(ranks))
+                yield Part(adapter.lora_B[name], "weight", 1, runs)
+
+    def adapters(self, model: nn.Module) -> list[nn.Module]:
+        """The modules of PEFT that adapt its stacks."""
+        named = [each for each in model.modules() if getattr(each, "parameter_name", None) in self.stacks]
+        return [each for each in named if each.get_base_layer() is self.module]
 
 
 def experts(module: nn.Module, names: Sequence[str]) -> nn.Module:
@@ -65,13 +89,14 @@ def experts_of(model: nn.Module, section: ExpertParallel, ranks: int) -> list[Ex
     pattern = re.compile(section.moe_layer_pattern or "")
     for name, module in named.items():
         stacks = getattr(module, STACKS, None) or _stacks(module)
-        if not stacks and name in planned:
-            raise ValueError(
-                f"{_WHERE} {ranks}: the ep_plan names '{name}', a {type(module).__name__}, whose parameters are not "
-                f"stacks of equally many experts: {_shapes(module)}"
-            )
         if stacks and pattern.search(name):
             found.append(Experts(name, module, module._parameters[stacks[0]].shape[0], stacks))
+    for name in sorted(planned):
+        if pattern.search(name) and not any(is_inside(each.name, name) for each in found):
+            raise ValueError(
+                f"{_WHERE} {ranks}: the ep_plan names '{name}', a {type(named[name]).__name__}, whose parameters are "
+                f"not stacks of equally many experts: {_shapes(named[name])}"
+            )
     if not found:
         raise ValueError(f"{_WHERE} {ranks}: no experts are found in {type(model).__name__}{_strangers(named)}")
     _check(model, found, section, ranks)

@@ -292,7 +292,8 @@ def _here(model: nn.Module) -> dict[str, nn.Module]:
 def planned(model: nn.Module, settings: Config, rank: int, apart: Sequence[str] = ()) -> TensorPlan | CutModel | None:
     """The plan by which to cut the model; None where it is not, or by hand; the record where by another engine.
 
-    apart: modules that are divided otherwise. One rank has the blocks of a tree, too. Raises ValueError for what cannot be cut.
+    apart: modules that are divided otherwise. One rank has the blocks of a tree, too. Raises ValueError for what
+    cannot be cut.
     """
     ranks = settings.grid.ranks("tp", rank)
     if len(ranks) == 1 and settings.tensor_parallel.reduce != "tree":
