@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cut_models import LENGTH, MLP, ROWS, VOCABULARY, WIDTH, json_of
+from cut_models import MLP, VOCABULARY, WIDTH, json_of
 from torch import nn
 
 import zero
