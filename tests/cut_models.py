@@ -123,10 +123,13 @@ _LATENT = {
     "v_head_dim": 8,
     "n_shared_experts": 1,
 }
+_ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", SIZES),
     "qwen3": ("Qwen3ForCausalLM", {**SIZES, "head_dim": 8, "tie_word_embeddings": True}),
     "mixtral": ("MixtralForCausalLM", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**SIZES, **_ROUTED, "head_dim": 8}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", {**SIZES, **_ROUTED, "shared_expert_intermediate_size": 24}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**SIZES, **_LATENT}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {**SIZES, **_LATENT}),
     "gpt_oss": ("GptOssForCausalLM", {**SIZES, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
