@@ -224,3 +224,19 @@ def plain(
             loss.backward()
             losses.append(loss.item())
     return {"loss": sum(losses), "grads": {name: param.grad for name, param in model.named_parameters()}}
+
+
+FEW = {"steps": 2, "stages": (0, 3), "accumulations": (1,)}
+
+
+def verdicts(model: nn.Module, json: dict[str, Any], batch: Any, **how: Any) -> list[str]:
+    """What a check says of each run of an engine; the model is as it was."""
+    engine, *_ = zero.initialize(model=model, config=json)
+    before = {name: value for module in model.modules() for name, value in vars(module).items() if name[0] != "_"}
+    report = engine.check(batch, **{**FEW, **how})
+    after = {name: value for module in model.modules() for name, value in vars(module).items() if name[0] != "_"}
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+    found = [row.verdict for row in report.rows]
+    assert report.ok == all(verdict in ("same bits", "within rounding") for verdict in found), str(report)
+    engine.destroy()
+    return found

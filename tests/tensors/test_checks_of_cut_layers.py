@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cut_models import adam, family, json_of, place_of, words
+from cut_models import FEW, adam, family, json_of, place_of, verdicts, words
 from launching import Launchers
 from nodes import environment
 from ranks import said_by
@@ -20,8 +20,6 @@ import zero
 from zero.engine.assignment import Given
 from zero.engine.check.checked_run import CheckedRun
 from zero.engine.check.runs import CheckRun, RunKind
-
-FEW = {"steps": 2, "stages": (0, 3), "accumulations": (1,)}
 
 
 class Layers(nn.Module):
@@ -39,18 +37,6 @@ class Layers(nn.Module):
         inner = torch.tanh(self.gate_proj(x)) * self.up_proj(x)
         width = inner.shape[-1] if self.faulty and self.training else 12  # the first forward is compared in eval
         return (x + self.down_proj(inner) / width**0.5).square().mean()
-
-
-def verdicts(model: nn.Module, json: dict[str, Any], batch: Any, **how: Any) -> list[str]:
-    engine, *_ = zero.initialize(model=model, config=json)
-    before = {name: value for module in model.modules() for name, value in vars(module).items() if name[0] != "_"}
-    report = engine.check(batch, **{**FEW, **how})
-    after = {name: value for module in model.modules() for name, value in vars(module).items() if name[0] != "_"}
-    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
-    found = [row.verdict for row in report.rows]
-    assert report.ok == all(verdict in ("same bits", "within rounding") for verdict in found), str(report)
-    engine.destroy()
-    return found
 
 
 def rows() -> torch.Tensor:

@@ -81,7 +81,7 @@ class Copies:
             else:
                 client = rule.kind(groups, **rule.params)
         if run.kind is not RunKind.ENGINE:
-            settings = load(raw, origin.world_size, filled=False, refused=("pp", "ep"))
+            settings = load(raw, origin.world_size, filled=False, refused=("pp",))
             return PlainEngine(model, client, groups, settings, run.kind)
         trained = {"optimizer": client} if client is not None else {"model_parameters": groups}
         return origin._initialize(model=model, config=raw, dist_init_required=False, **trained)[0]
@@ -141,15 +141,14 @@ def whole_copy(engine: Any) -> nn.Module:
     memo: dict[int, Any] = {}
     for name, param in engine.module.named_parameters():
         memo[id(param)] = _like(param, values[name].to(engine.device))
-    tensors = engine._training.forms.tensors
-    if tensors is not None:
-        memo[id(tensors)] = "cut"  # the record that the model has, which no copy needs
+    forms = [*filter(None, (engine._training.forms.tensors, engine._training.forms.experts))]
+    memo |= dict.fromkeys(map(id, forms), "cut")  # the records that the model has, which no copy needs
     try:
         model = copy.deepcopy(engine.module, memo)
     except Exception as error:
         raise ValueError(f"check(): the model cannot be copied ({type(error).__name__}: {error})") from error
-    if tensors is not None:
-        tensors.widen(memo)
+    for form in forms:
+        form.widen(memo)
     ours = {handle.id for handle in engine._sharded.handles}
     for module in model.modules():
         for table, entries in vars(module).items():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -82,6 +82,12 @@ class CutExperts:
         for module, name, value in self._changed:
             setattr(module, name, value)
         self._placed, self.forwards, self._changed = [], [], []
+
+    def widen(self, memo: Mapping[int, Any]) -> None:
+        """Give a copy of the model, whose parameters are whole, the attributes of before; memo: of `copy.deepcopy`."""
+        memo[id(self._model)].__dict__.pop(RECORD, None)
+        for module, name, value in self._changed:
+            setattr(memo[id(module)], name, value)
 
 
 def divided(model: nn.Module, settings: Config, rank: int) -> list[Experts] | CutExperts | None:

@@ -123,7 +123,8 @@ def _stacks(module: nn.Module) -> tuple[str, ...]:
     if len(lengths) != 1 or min(lengths) < 2 or max(each.ndim for each in params.values()) < 3:
         return ()
     takes = inspect.signature(module.forward).parameters.values()
-    return tuple(params) if sum(each.kind is not each.VAR_KEYWORD for each in takes) == 3 else ()
+    names = [each.name for each in takes if each.kind is not each.VAR_KEYWORD]
+    return tuple(params) if len(names) == 3 and "weight" in names[2] else ()  # and not positions, or a mask
 
 
 def _check(model: nn.Module, found: Sequence[Experts], section: ExpertParallel, ranks: int) -> None:
