@@ -121,6 +121,8 @@ def _places(model: nn.Module, found: Sequence[Experts], ranks: Axis, shared: boo
         adapters = each.adapters(model)
         for part in each.parts(ranks.size, adapters):
             param = part.module._parameters[part.own]
+            if param not in names:
+                continue  # of a module before, which shares it
             cut = slice_of(tuple(param.shape), part.dim, part.ranges[ranks.rank])
             yield names.pop(param), Place(param, cut, EXPERTS, part.dim, part.ranges)
         for param in each.module.parameters() if shared else ():
