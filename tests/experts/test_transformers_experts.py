@@ -76,7 +76,9 @@ def alike(grid: str, name: str, kind: str, balanced: bool, stages: tuple[int, ..
             for kind in ("grads", "weights"):
                 for key, value in before[kind].items():
                     assert torch.equal(found[kind][key], value), (stage, kind, key)
-        before = found
+        before = (
+            found if stage or tp == 1 else None
+        )  # at stage 0 partial gradients along tp are summed in another order
 
 
 SHORT = [("ep 2", "mixtral", "grouped_mm", True, (3,)), ("ep 2", "deepseek_v3", "eager", False, (1,))]

@@ -1,4 +1,4 @@
-"""Tiny models of every family of Transformers that has an expert-parallel plan, divided by two ranks, beside plain torch.
+"""Tiny models of every family of Transformers with an expert-parallel plan, divided by two ranks, beside plain torch.
 
     python tests/huggingface/expert_families.py [--write] [FAMILY ...]
 

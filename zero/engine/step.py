@@ -265,8 +265,8 @@ class TrainingStep:
         self._status.step_applied = False
         with self._accumulation.ending_micro_batch(partial) as boundary:
             if boundary:
-                if self.forms.tensors is not None:
-                    self.forms.tensors.before_step()
+                for form in filter(None, (self.forms.tensors, self.forms.experts)):
+                    form.before_step()
                 self._update()
                 if not self._accumulation.config.managed_gradient_accumulation:
                     self._accumulation.count_samples(self._optimizer.reports)

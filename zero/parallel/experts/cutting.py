@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from zero.config import Config
 from zero.core import comm
+from zero.core.agree import agree
 from zero.core.comm import Axis
 from zero.core.mesh import Meshes
 from zero.core.owner import axes_of, cut_of
@@ -55,7 +56,40 @@ class CutExperts:
         ]
         for module, name, count in self._changed:
             setattr(module, name, count // self.ranks.size)
+        self._bypassed = dict[str, str]()  # stacks that had a gradient without a call of their module, and its class
+        self._watching = [
+            each.module._parameters[stack].register_hook(self._watch(f"{each.name}.{stack}".lstrip("."), forward))
+            for each, forward in zip(found, self.forwards, strict=True)
+            for stack in each.stacks
+            if each.module._parameters[stack].requires_grad
+        ]
         self.attach(meshes)
+
+    def _watch(self, name: str, forward: DispatchedForward) -> Callable[[Any], None]:
+        def seen(_: Any) -> None:
+            if not forward.called:
+                self._bypassed[name] = type(forward.module).__name__
+
+        return seen
+
+    def before_step(self) -> None:
+        """Gradients are there; raise RuntimeError before the first step where experts compute without a call."""
+        if not self._watching:
+            return
+        self._close()
+        found = next(filter(None, agree(self._bypassed, self.ranks, name="calls of experts")), None)
+        if found:
+            names = ", ".join(f"'{name}' ({kind})" for name, kind in sorted(found.items()))
+            raise RuntimeError(
+                f"expert_parallel: {names} had gradients, and no forward called the module: whoever reads its "
+                f"parameters finds the experts of one of {self.ranks.size} ranks. Call the module with tokens, their "
+                "experts and weights, or leave it out by expert_parallel.moe_layer_pattern"
+            )
+
+    def _close(self) -> None:
+        for handle in self._watching:
+            handle.remove()
+        self._watching = []
 
     def attach(self, meshes: Meshes) -> None:
         """The model has an engine, perhaps another one than before, whose ranks are the same."""
@@ -75,6 +109,7 @@ class CutExperts:
         """Make the model whole again; collective, but where other ranks are gone, `alone`: then their parts are NaN."""
         self._model.__dict__.pop(RECORD, None)
         self._handle.remove()
+        self._close()
         for param, place, axes in self._placed:
             make_whole(param, place, axes, None if alone else self.ranks)
         for forward in reversed(self.forwards):

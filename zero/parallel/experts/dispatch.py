@@ -35,19 +35,21 @@ class DispatchedForward(ReplacedForward):
     """The forward of one module of experts, of which this rank has a part.
 
     ranks: those that divide the experts; peers: those with the same tokens (tensor parallel), of which each sends a
-    part; seen: the tokens of each local expert since somebody looked.
+    part; seen: the tokens of each local expert since somebody looked; called: whether any forward was.
     """
 
     def __init__(self, found: Experts, ranks: Axis, peers: Axis) -> None:
         super().__init__(found.module)
         self.ranks, self.peers = ranks, peers
         self.seen: Tensor | None = None
+        self.called = False
         self._found, self._local = found, found.count // ranks.size
         self._names = [*inspect.signature(self.plain).parameters][:3]
         self._compared = has_dropout([*self.module.modules()])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the module's own forward: the sum over k of weights [n, k] x experts [n, k] of tokens [n, width]."""
+        self.called = True
         given = dict(zip(self._names, args, strict=False)) | kwargs
         x, index, weights = (given[name] for name in self._names)
         if self.peers.size == 1:

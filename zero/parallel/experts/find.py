@@ -88,8 +88,9 @@ def experts_of(model: nn.Module, section: ExpertParallel, ranks: int) -> list[Ex
     planned, named, found = _planned(model), dict(model.named_modules()), list[Experts]()
     pattern = re.compile(section.moe_layer_pattern or "")
     for name, module in named.items():
-        stacks = getattr(module, STACKS, None) or _stacks(module)
-        if stacks and pattern.search(name):
+        if not pattern.search(name):
+            continue
+        if stacks := getattr(module, STACKS, None) or _stacks(name, module):
             found.append(Experts(name, module, module._parameters[stacks[0]].shape[0], stacks))
     for name in sorted(planned):
         if pattern.search(name) and not any(is_inside(each.name, name) for each in found):
@@ -116,15 +117,24 @@ def _planned(model: nn.Module) -> set[str]:
     return found
 
 
-def _stacks(module: nn.Module) -> tuple[str, ...]:
-    """The names of stacks, by the structure of a module that is called with tokens, experts and weights."""
+def _stacks(name: str, module: nn.Module) -> tuple[str, ...]:
+    """The names of stacks, by the structure of a module that is called with tokens, experts and weights.
+
+    Raises ValueError where they do not have equally many experts.
+    """
     params = {name: each for name, each in module._parameters.items() if each is not None}
-    lengths = {each.shape[0] if each.ndim > 1 else 0 for each in params.values()}
-    if len(lengths) != 1 or min(lengths) < 2 or max(each.ndim for each in params.values()) < 3:
-        return ()
     takes = inspect.signature(module.forward).parameters.values()
     names = [each.name for each in takes if each.kind is not each.VAR_KEYWORD]
-    return tuple(params) if len(names) == 3 and "weight" in names[2] else ()  # and not positions, or a mask
+    if len(names) != 3 or "weight" not in names[2] or max((each.ndim for each in params.values()), default=0) < 3:
+        return ()  # it is called with positions, or a mask, say
+    lengths = {each.shape[0] if each.ndim > 1 else 0 for each in params.values()}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"{_WHERE}: '{name}', a {type(module).__name__}, is called like experts, and its parameters are not stacks "
+            f"of equally many: {_shapes(module)}. Say which are stacks by zero.experts(module, names), or leave it out "
+            "by expert_parallel.moe_layer_pattern"
+        )
+    return tuple(params) if min(lengths) > 1 else ()
 
 
 def _check(model: nn.Module, found: Sequence[Experts], section: ExpertParallel, ranks: int) -> None:
@@ -136,12 +146,15 @@ def _check(model: nn.Module, found: Sequence[Experts], section: ExpertParallel, 
                 f"{_WHERE} {ranks} does not divide the {each.count} experts of '{each.name}'; "
                 f"{' or '.join(map(str, sorted(nearest)))} do"
             )
-        trained = {name: each.module._parameters[name].requires_grad for name in each.stacks}
-        if len({*trained.values()}) > 1 and each.module._parameters[each.stacks[0]].ndim > 3:
-            raise ValueError(f"{_WHERE} {ranks}: of '{each.name}' only some stacks are trained: {trained}")
+        if getattr(each.module, "_is_expert_parallel", False):
+            raise ValueError(
+                f"{_WHERE} {ranks}: Transformers has divided the experts of '{each.name}' itself; load the model "
+                "without ep_size, ep_plan or distributed_config"
+            )
     config = getattr(model, "config", None)
-    wanted = getattr(config, section.num_experts_attr or "", found[0].count)
-    if any(each.count != wanted for each in found):
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    wanted = getattr(config, section.num_experts_attr, None) if section.num_experts_attr else None
+    if section.num_experts_attr and any(each.count != wanted for each in found):
         counts = {each.name: each.count for each in found}
         raise ValueError(f"expert_parallel.num_experts_attr: the model's config has {wanted}, not {counts}")
 
