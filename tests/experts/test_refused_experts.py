@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cut_models import WIDTH, family, full, integers, place_of
 from expert_models import Experts, Mixture, json_with
 from marks import longer
@@ -144,4 +145,28 @@ def test_stacks_that_are_read_without_a_call(world: int, stage: int) -> None:
         "gradients, and no forward called the module: whoever reads its parameters finds the experts of one of 2 ranks"
     )
     assert all(torch.equal(value, before[name]) for name, value in full(engine).items())
+    engine.destroy()
+
+
+class Skipping(Experts):
+    """Each rank leaves out the experts of another block."""
+
+    def forward(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for at, block in enumerate(self.blocks):
+            x = x + block.mlp(x if at == dist.get_rank() % 2 else x + block.mix(x))
+        return (self.head(x) * weights).sum() / 1024
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "stage"), [(2, 1), *longer((2, 0), (2, 2), (4, 1))])
+def test_ranks_that_call_experts_of_other_layers_at_a_time(world: int, stage: int) -> None:
+    """Their counts fit each other, and tokens would be computed by experts of another layer."""
+    engine, *_ = zero.initialize(model=Skipping(), config=json_with(2, stage))
+    odd = dist.get_rank() % 2
+    first = dist.get_rank() - odd
+    assert said_by(lambda: engine(**integers(0, place_of(1)))).startswith(
+        f"RuntimeError: expert_parallel: ranks [{first}, {first + 1}] call modules [1, 0] of those with experts at the "
+        f"same time, this one 'blocks.{1 - odd}.mix.experts', number {1 - odd}; all have to call the same ones"
+    )
     engine.destroy()

@@ -34,12 +34,14 @@ class Routes(NamedTuple):
 class DispatchedForward(ReplacedForward):
     """The forward of one module of experts, of which this rank has a part.
 
-    ranks: those that divide the experts; peers: those with the same tokens (tensor parallel), of which each sends a
-    part; seen: the tokens of each local expert since somebody looked; called: whether any forward was.
+    number: among those of the model; ranks: those that divide the experts; peers: those with the same tokens (tensor
+    parallel), of which each sends a part; seen: the tokens of each local expert since somebody looked; called: whether
+    any forward was.
     """
 
-    def __init__(self, found: Experts, ranks: Axis, peers: Axis) -> None:
+    def __init__(self, found: Experts, number: int, ranks: Axis, peers: Axis) -> None:
         super().__init__(found.module)
+        self._number = number
         self.ranks, self.peers = ranks, peers
         self.seen: Tensor | None = None
         self.called = False
@@ -74,11 +76,18 @@ class DispatchedForward(ReplacedForward):
         counts = ids.new_zeros(self._found.count + 1, dtype=torch.long)
         counts.scatter_add_(0, ids.clamp(max=self._found.count), torch.ones_like(ids, dtype=torch.long))
         mine = counts[:-1].view(self.ranks.size, self._local)
-        told = moves.all_to_all(mine, self.ranks)
+        which = mine.new_full((self.ranks.size, 1), self._number)
+        calls, told = moves.all_to_all(torch.cat([which, mine], 1), self.ranks).split([1, self._local], 1)
         if backward_task() < 0:  # and not once more where a forward is recomputed
             tokens = told.sum(0)
             self.seen = tokens if self.seen is None else self.seen + tokens
-        sent, received = torch.stack([mine.sum(1), told.sum(1)]).tolist()
+        sent, received, numbers = torch.stack([mine.sum(1), told.sum(1), calls[:, 0]]).tolist()
+        if numbers != [self._number] * len(numbers):
+            raise RuntimeError(
+                f"expert_parallel: ranks {[*self.ranks.ranks]} call modules {numbers} of those with experts at the same "
+                f"time, this one '{self._found.name}', number {self._number}; all have to call the same ones in the same "
+                "order, also without tokens: leave out what skips layers at random"
+            )
         return Routes(sent, received, told)
 
     def _experts(self, x: Tensor, told: Tensor) -> Tensor:
