@@ -84,9 +84,9 @@ class DispatchedForward(ReplacedForward):
         sent, received, numbers = torch.stack([mine.sum(1), told.sum(1), calls[:, 0]]).tolist()
         if numbers != [self._number] * len(numbers):
             raise RuntimeError(
-                f"expert_parallel: ranks {[*self.ranks.ranks]} call modules {numbers} of those with experts at the same "
-                f"time, this one '{self._found.name}', number {self._number}; all have to call the same ones in the same "
-                "order, also without tokens: leave out what skips layers at random"
+                f"expert_parallel: ranks {[*self.ranks.ranks]} call modules {numbers} of those with experts at the "
+                f"same time, this one '{self._found.name}', number {self._number}; all have to call the same ones in "
+                "the same order, also without tokens: leave out what skips layers at random"
             )
         return Routes(sent, received, told)
 
