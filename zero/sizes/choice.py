@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zero.config import Config
 from zero.plan.formats import ITEMSIZE, Formats, resting_dtype
 from zero.plan.memory import Scheme
-from zero.plan.order import Limits, uses
+from zero.plan.order import ForeseenUse, Limits, uses
 from zero.plan.placement import Where, place
 from zero.plan.sharding import Sharding, summed_here
 from zero.plan.units import Parts, UnitPlan, of_each
@@ -85,23 +85,12 @@ def scheme_of(
     streamed = mirrored and (state.zero.update != "host" if streamed is None else streamed)
     collected = accumulation > 1 and not sharding.grads
     sent = travel or (accumulate if collected else settings.compute_dtype)
-    coded = (
-        sharding.params and parts > 1 and section.zero_quantized_weights,
-        parts > 1 and section.zero_quantized_gradients,
-    )
+    cut = parts > 1
+    coded = cut and sharding.params and section.zero_quantized_weights, cut and section.zero_quantized_gradients
     together = per_host is None or (parts if parts > 1 else settings.summed) <= per_host
     native = mirrored and not coded[1] and ITEMSIZE[sent] > summed_here(zero.reduce, together)
     rounded = accumulation == 1 and (settings.summed == 1 or native) and zero.reduce != "tree" and travel is None
     resharded = [sharding.params and (own > 1 or choice.params != DEVICE) for own in of_each(parts_of, units)]
-    found = uses(
-        [unit.anchor for unit in units],
-        [sum(spec.numel for spec in unit.params) for unit in units],
-        [ITEMSIZE[unit.dtype] * unit.layout.numel * travels for unit, travels in zip(units, resharded, strict=True)],
-        limits,
-    )
-    if once and any(resharded):
-        whole = sum(ITEMSIZE[unit.dtype] * unit.layout.numel for unit in units)
-        found = [use._replace(whole=whole) for use in found]
     return Scheme(
         sharding=sharding,
         parts=parts_of,
@@ -117,8 +106,17 @@ def scheme_of(
         mirrored=mirrored,
         native=native,
         coded=coded,
-        uses=[use if resharded[use.unit] else use._replace(gathered=False) for use in found],
+        uses=_uses(units, resharded, limits, once),
     )
+
+
+def _uses(units: Sequence[UnitPlan], resharded: Sequence[bool], limits: Limits, once: bool) -> list[ForeseenUse]:
+    """The uses of a micro-batch, of units of which some are gathered for each, or `once` for a step."""
+    nbytes = [ITEMSIZE[unit.dtype] * unit.layout.numel * cut for unit, cut in zip(units, resharded, strict=True)]
+    sizes = [sum(spec.numel for spec in unit.params) for unit in units]
+    found = uses([unit.anchor for unit in units], sizes, nbytes, limits)
+    found = [use._replace(whole=sum(nbytes)) for use in found] if once else found
+    return [use._replace(gathered=use.gathered and resharded[use.unit]) for use in found]
 
 
 def _of_each(units: Sequence[UnitPlan], settings: Config, parts: int, sharded: bool) -> tuple[Parts, Parts]:

@@ -140,8 +140,7 @@ def estimate(
     """Bytes on rank 0 of `ranks` ranks, by kind, stage and placement; in a pipeline, on the rank that has the most.
 
     Others have the same, but for what moments in fewer bits take, of which a shard of norms and biases has none, and of
-    layers that are cut over ranks, of which rank 0 has the most. Notes say what is cut, and how, and which experts
-    are divided.
+    layers that are cut over ranks, of which rank 0 has the most. Notes say what is cut or divided, and how.
 
     model: a module, also one on the meta device: nothing is allocated; its leaf modules are marked, as by `initialize`.
     Or a number of parameters, of which a transformer is made, with `layers` and `width` where they are known.
