@@ -20,7 +20,7 @@ from zero.config import Config
 from zero.core.hooks import tensors_in
 from zero.core.sharded_module import ShardedModule
 from zero.core.torch_private import untransformed
-from zero.engine.expert_tokens import ExpertTokens
+from zero.engine.expert_tokens import ExpertTokens, line_of, share_of_fullest
 from zero.engine.hashing import hash_of, hash_tensor
 from zero.engine.status import Status
 from zero.engine.unit_norms import UnitNorms
@@ -186,9 +186,10 @@ class StepRecorder:
         self._running, self._fresh = _Running(), {}
         self.monitor.hold(None)
         took, self._ended = at - (at if self._ended is None else self._ended), at
-        experts = {} if self._experts is None else self._experts.take()
-        counts = {"step": self._status.global_steps, "global_samples": self._status.global_samples, "samples": samples}
-        return StepRecord(seconds=took, values=values, experts=experts, **counts)
+        if self._experts is not None:
+            self._experts.step_ended()
+        step, global_samples = self._status.global_steps, self._status.global_samples
+        return StepRecord(step=step, seconds=took, samples=samples, global_samples=global_samples, values=values)
 
     def conclude(self, record: StepRecord, reports: Mapping[int, RankReport]) -> None:
         """All ranks' reports of the last step are known: warn of it, complete its record, and pass that on."""
@@ -196,6 +197,10 @@ class StepRecorder:
         first = self._sharded.world.global_rank == 0
         if self._norms is not None and first and reports[0].squares:  # of the step before
             self.monitor.tell(self._norms.line(reports, record.step - 1, record.global_samples - record.samples))
+        if self._experts is not None and (tokens := self._experts.take()) and first:
+            self.monitor.tell(line_of(tokens, record.step, record.global_samples))
+            if self._printer is not None:
+                self._printer.keep({"fullest_expert": round(max(map(share_of_fullest, tokens.values())), 3)})
         if not self._listens:
             return
         record = self._completed(record, reports)

@@ -15,7 +15,7 @@ import torch
 
 from zero.config import Config
 from zero.log import counted, logger
-from zero.monitor.step_record import StepRecord, share_of_fullest
+from zero.monitor.step_record import StepRecord
 from zero.plan.memory import MIB
 
 
@@ -92,7 +92,6 @@ class Printer:
         """Of the line of a step: those that there are."""
         recent = self._recent
         done, what = (recent.tokens, "tokens") if recent.tokens else (recent.samples, "samples")
-        experts = record.tokens_of_experts().values()
         rates, (kind, nbytes) = sorted(record.lr), memory(self._device)
         parts = {
             f"step {record.step}": True,
@@ -102,7 +101,6 @@ class Printer:
             f"loss scale {record.scale or 0:g}": record.scale is not None,
             f"skipped {record.skipped_steps}": record.skipped_steps > 0,
             f"loss not finite {record.not_finite}": record.not_finite > 0,
-            f"fullest expert {max(map(share_of_fullest, experts), default=0.0):.1%}": bool(experts),
             f"{_short(done / recent.seconds)} {what}/s": True,
             f"{_short(1e3 * recent.seconds / recent.steps)} ms/step": True,
             f"{kind} {_bytes(nbytes)}": True,

@@ -26,7 +26,6 @@ class StepRecord:
     phases: seconds by name; on a GPU, without a wait, those that have ended since the last record.
     waiting: seconds inside of the phases in which the loop stood still, by what it stood still for.
     bytes: memory by kind; read at most once a second. sent: bytes that have left the rank in the step.
-    experts: tokens that each expert has got since the last record with them, by module [experts]; on rank 0 only.
     values: passed to `engine.log` since the last step; tensors of one element are read when the record is written.
     skipped_steps, not_finite: steps so far that were skipped, or had a loss that was not finite.
     """
@@ -46,7 +45,6 @@ class StepRecord:
     waiting: Mapping[str, float] = field(default_factory=dict)
     bytes: Mapping[str, int] = field(default_factory=dict)
     sent: int | None = None
-    experts: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     skipped_steps: int = 0
     not_finite: int = 0
@@ -59,7 +57,6 @@ class StepRecord:
     def line(self) -> dict[str, Any]:
         """The known values for the run folder; a number that is not finite is None, because JSON cannot express it."""
         values = {name: getattr(self, name) for name in _WRITTEN} | {"values": read(self.values)}
-        values["experts"] = self.tokens_of_experts()
         known = {name: value for name, value in values.items() if value is not None and value != () and value != {}}
         return {"event": "step", **finite(known)}
 
@@ -68,15 +65,7 @@ class StepRecord:
         lr = self.lr[0] if self.lr else None
         named = {"train_loss": self.loss, "lr": lr, "loss_scale": self.scale, "grad_norm": self.norm}
         named |= {f"elapsed_time_ms_{name}": seconds * 1e3 for name, seconds in self.phases.items()}
-        found = _events(named | dict(self.values), self.global_samples)
-        for module, tokens in self.tokens_of_experts().items():
-            shown = {"fullest": share_of_fullest(tokens)} | {f"tokens_{at}": each for at, each in enumerate(tokens)}
-            found += [(f"Train/Experts/{module}/{name}", each, self.global_samples) for name, each in shown.items()]
-        return found
-
-    def tokens_of_experts(self) -> dict[str, list[int]]:
-        """The numbers of `experts`; waits for them where they are on a device."""
-        return {module: tokens.tolist() for module, tokens in self.experts.items()}
+        return _events(named | dict(self.values), self.global_samples)
 
 
 @dataclass(frozen=True)
@@ -103,11 +92,6 @@ class Line:
 
 
 Record = StepRecord | Line
-
-
-def share_of_fullest(tokens: Sequence[int]) -> float:
-    """The share of all tokens that one expert of a module got; 0 without any."""
-    return max(tokens) / max(1, sum(tokens))
 
 
 def _events(values: Mapping[str, Any], samples: int) -> list[Event]:
