@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,7 @@ def test_without_a_log_monitors_have_them_at_each_tenth_step_and_nobody_else_ask
     quiet = {"steps_per_print": math.inf, **STILL}
     assert run(json_with(2, 3, GAS, **quiet), None, 0)[1] == []
     folder = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    folder |= {"zero": {"report": str(tmp_path / "run")}}
     engine, *_ = zero.initialize(model=Experts(only=(2,)), config=json_with(2, 1, **quiet, **folder))
     for _ in range(10):
         engine.backward(engine(**integers(0, 0)))
@@ -119,4 +121,7 @@ def test_without_a_log_monitors_have_them_at_each_tenth_step_and_nobody_else_ask
     with (tmp_path / "job" / "Train_Experts_blocks.1.mix.experts_tokens_2.csv").open() as file:
         tokens = 10 * 2 * 2 * ROWS * LENGTH  # steps, ranks, experts of each
         assert [*csv.reader(file)] == [["step", "tokens_2"], [str(10 * 2 * ROWS), str(tokens)]]
+    lines = map(json.loads, (tmp_path / "run" / "rank-0.jsonl").read_text().splitlines())
+    (line,) = (line for line in lines if line["event"] == "experts")
+    assert line["step"] == 10 and line["tokens"] == {f"blocks.{at}.mix.experts": [0, 0, tokens, 0] for at in range(2)}
     assert len([*(tmp_path / "job").glob("Train_Experts_*")]) == 2 * (1 + 4)
