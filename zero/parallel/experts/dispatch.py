@@ -35,8 +35,8 @@ class DispatchedForward(ReplacedForward):
     """The forward of one module of experts, of which this rank has a part.
 
     number: among those of the model; ranks: those that divide the experts; peers: those with the same tokens (tensor
-    parallel), of which each sends a part; seen: the tokens of each local expert since somebody looked; called: whether
-    any forward was.
+    parallel), of which each sends a part; seen: the tokens of each local expert in training, since somebody looked;
+    called: whether any forward was.
     """
 
     def __init__(self, found: Experts, number: int, ranks: Axis, peers: Axis) -> None:
@@ -78,7 +78,7 @@ class DispatchedForward(ReplacedForward):
         mine = counts[:-1].view(self.ranks.size, self._local)
         which = mine.new_full((self.ranks.size, 1), self._number)
         calls, told = moves.all_to_all(torch.cat([which, mine], 1), self.ranks).split([1, self._local], 1)
-        if backward_task() < 0:  # and not once more where a forward is recomputed
+        if self.module.training and backward_task() < 0:  # and not once more where a forward is recomputed
             tokens = told.sum(0)
             self.seen = tokens if self.seen is None else self.seen + tokens
         sent, received, numbers = torch.stack([mine.sum(1), told.sum(1), calls[:, 0]]).tolist()
