@@ -49,7 +49,9 @@ class CutExperts:
                 comm.broadcast(place.param.detach(), 0, self.ranks, name)
             self._placed.append((place.param, place, axes_of(place.param)))
             cut_param(place.param, name, place, self.ranks.rank, meshes)
-        self.forwards = [DispatchedForward(each, at, self.ranks, self.peers) for at, each in enumerate(found)]
+        self.forwards = [DispatchedForward(each, self.ranks, self.peers) for each in found]
+        for number, forward in enumerate(self.forwards):
+            forward.number = number
         counting = [(each, module) for each in found for module in (each.module, *each.adapters(model))]
         self._changed = [
             (module, name, each.count) for each, module in counting for name in _counts(module, each.count)

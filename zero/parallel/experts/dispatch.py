@@ -22,6 +22,8 @@ from zero.parallel.tensor.forward import has_dropout
 from zero.plan.tensors import sizes_of
 from zero.recompute.kept import kept
 
+_BITS = 40  # of a count of tokens; above them stands the number of the module that is called
+
 
 class Routes(NamedTuple):
     """How many rows go to each rank, and how many come; `told`: the latter by local expert [ranks, experts]."""
@@ -39,9 +41,9 @@ class DispatchedForward(ReplacedForward):
     called: whether any forward was.
     """
 
-    def __init__(self, found: Experts, number: int, ranks: Axis, peers: Axis) -> None:
+    def __init__(self, found: Experts, ranks: Axis, peers: Axis) -> None:
         super().__init__(found.module)
-        self._number = number
+        self.number = 0
         self.ranks, self.peers = ranks, peers
         self.seen: Tensor | None = None
         self.called = False
@@ -76,16 +78,16 @@ class DispatchedForward(ReplacedForward):
         counts = ids.new_zeros(self._found.count + 1, dtype=torch.long)
         counts.scatter_add_(0, ids.clamp(max=self._found.count), torch.ones_like(ids, dtype=torch.long))
         mine = counts[:-1].view(self.ranks.size, self._local)
-        which = mine.new_full((self.ranks.size, 1), self._number)
-        calls, told = moves.all_to_all(torch.cat([which, mine], 1), self.ranks).split([1, self._local], 1)
+        calls = moves.all_to_all(mine + (self.number << _BITS), self.ranks)
+        calls, told = calls[:, 0] >> _BITS, calls & ((1 << _BITS) - 1)
         if self.module.training and backward_task() < 0:  # and not once more where a forward is recomputed
             tokens = told.sum(0)
             self.seen = tokens if self.seen is None else self.seen + tokens
-        sent, received, numbers = torch.stack([mine.sum(1), told.sum(1), calls[:, 0]]).tolist()
-        if numbers != [self._number] * len(numbers):
+        sent, received, numbers = torch.stack([mine.sum(1), told.sum(1), calls]).tolist()
+        if numbers != [self.number] * len(numbers):
             raise RuntimeError(
                 f"expert_parallel: ranks {[*self.ranks.ranks]} call modules {numbers} of those with experts at the "
-                f"same time, this one '{self._found.name}', number {self._number}; all have to call the same ones in "
+                f"same time, this one '{self._found.name}', number {self.number}; all have to call the same ones in "
                 "the same order, also without tokens: leave out what skips layers at random"
             )
         return Routes(sent, received, told)
