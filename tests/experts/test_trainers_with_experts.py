@@ -1,0 +1,134 @@
+"""The promise: unchanged programs of Transformers, TRL and Accelerate train mixtures whose experts the JSON divides.
+
+Losses and norms of gradients are those of one process with plain torch; what is saved has Transformers' own names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_cases import STEPS, TRL, filled, logged, opened, run_script, settings, words, write_rows
+from marks import longer
+from ranks import Pool
+from torch.utils.data import DataLoader
+from transformer_models import tiny
+
+SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_experts_per_tok": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"num_local_experts": 4},
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "moe_intermediate_size": 32},
+}
+MIXTRAL, QWEN = KINDS
+BATCH = 8  # sequences of all ranks together
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def four(door: Pool) -> Iterator[Pool]:
+    """Four ranks whose libraries find zero as deepspeed."""
+    made = Pool(4)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def folders(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder for each kind of model, with a tokenizer."""
+    found = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    for kind, folder in found.items():
+        for file in tiny.glob("token*"):
+            shutil.copy(file, folder)
+        made(kind).save_pretrained(folder)
+    return found
+
+
+def made(kind: str, **more: Any) -> Any:
+    return tiny(kind, **SIZES, **KINDS[kind], **more)
+
+
+def divided(ep: int, stage: int, tp: int = 1) -> dict[str, Any]:
+    """The JSON of a program."""
+    more = {"tensor_parallel": {"autotp_size": tp}} if tp > 1 else {}
+    return settings(stage) | {"expert_parallel": {"enabled": True, "autoep_size": ep}} | more
+
+
+def program(folder: str, out: str, config: dict[str, Any] | None, ranks: int, resume: str | None = None, **more: Any):
+    """Train with Trainer for 4 steps, and save; losses and norms by step. config: of zero; None for plain torch.
+
+    It is the script of Transformers' own test of experts on ranks (expert_parallel_train.py), but for its
+    DistributedConfig. ranks: that have batches of their own.
+    """
+    with opened():
+        from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+        place = {"use_cpu": True} if config is None else {"deepspeed": config}
+        how = {"learning_rate": 1e-3, "max_grad_norm": 1.0, "seed": 0, "data_seed": 0, "dataloader_drop_last": True}
+        said = {"logging_steps": 1, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False}
+        args = TrainingArguments(
+            f"{out}/trainer",
+            per_device_train_batch_size=BATCH // ranks,
+            max_steps=STEPS,
+            average_tokens_across_devices=True,
+            **{"save_strategy": "no", **how, **said, **place, **more},
+        )
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        trainer = Trainer(model=model, args=args, train_dataset=rows())
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(f"{out}/model")
+        log = [entry for entry in trainer.state.log_history if "loss" in entry]
+        trainer.accelerator.free_memory()
+        return [(entry["loss"], entry["grad_norm"]) for entry in log]
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, SIZES["vocab_size"], (STEPS * BATCH, 16), generator=generator)
+    return [{"input_ids": each, "labels": each.clone()} for each in ids]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """As Transformers reads them, which must find each of them and know all."""
+    from transformers import AutoModelForCausalLM
+
+    model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values()), found
+    return model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def plain(four: Pool, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Losses and norms, and the folder of the weights, of one process without zero."""
+    found = {}
+    for kind, folder in folders.items():
+        out = tmp_path_factory.mktemp("plain")
+        found[kind] = four.run(1, program, str(folder), str(out), None, 1)[0], out / "model"
+    return found
+
+
+LAYOUTS = [(MIXTRAL, 4, 3, 1), *longer((MIXTRAL, 2, 1, 1), (MIXTRAL, 4, 2, 1), (MIXTRAL, 2, 3, 1))]
+LAYOUTS += longer((QWEN, 2, 3, 1), (QWEN, 4, 0, 1), (QWEN, 4, 1, 2), (QWEN, 2, 0, 2))
+
+
+@pytest.mark.parametrize(("kind", "ep", "stage", "tp"), LAYOUTS)
+def test_trainer_logs_what_one_plain_process_does(
+    four: Pool, folders: dict[str, Path], plain: dict[str, Any], tmp_path: Path, kind: str, ep: int, stage: int, tp: int
+) -> None:
+    """Transformers' test_matches_single_process_reference has 1e-4 and 1e-3, with ep 2 and tp 2 x ep 4."""
+    wanted, whole = plain[kind]
+    found = four.run(4, program, str(folders[kind]), str(tmp_path), divided(ep, stage, tp), 4 // tp)
+    assert len(wanted) == STEPS and all(each == found[0] for each in found)
+    for (loss, norm), (one_loss, one_norm) in zip(found[0], wanted, strict=True):
+        assert loss == pytest.approx(one_loss, abs=1e-6)
+        assert norm == pytest.approx(one_norm, rel=1e-6)
+    weights, one = weights_of(tmp_path / "model"), weights_of(whole)
+    assert weights.keys() == one.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-3)
