@@ -132,3 +132,45 @@ def test_trainer_logs_what_one_plain_process_does(
     assert weights.keys() == one.keys()
     for name, value in one.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(("kind", "ep", "stage"), [(MIXTRAL, 4, 3), (QWEN, 2, 1)])
+def test_trainer_goes_on_from_what_it_saved(
+    four: Pool, folders: dict[str, Path], tmp_path: Path, kind: str, ep: int, stage: int
+) -> None:
+    """Bit for bit, with the same ranks; and with other ones, or none, that have experts."""
+    folder, json = str(folders[kind]), divided(ep, stage)
+    through = four.run(4, program, folder, str(tmp_path / "a"), json, 4, **SAVING)[0]
+    kept = tmp_path / "a" / "trainer" / "checkpoint-2"
+    resumed = four.run(4, program, folder, str(tmp_path / "b"), json, 4, str(kept), **SAVING)[0]
+    assert resumed == through
+    first, again = (weights_of(tmp_path / each / "model") for each in "ab")
+    assert all(torch.equal(again[name], value) for name, value in first.items())
+    assert first.keys() == weights_of(kept).keys()
+    for ranks, other in (4, divided(6 - ep, stage)), (1, settings(1)):
+        whole = four.run(ranks, program, folder, str(tmp_path / "c"), other, ranks, str(kept), **SAVING)[0]
+        assert len(whole) == STEPS
+        for (loss, norm), (one_loss, one_norm) in zip(whole, through, strict=True):
+            assert loss == pytest.approx(one_loss, abs=1e-6) and norm == pytest.approx(one_norm, rel=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "ep", "stage"), [(MIXTRAL, 4, 2), (QWEN, 2, 3), (QWEN, 4, 3)])
+def test_trl_trains_as_one_plain_process(
+    four: Pool, folders: dict[str, Path], tmp_path: Path, kind: str, ep: int, stage: int
+) -> None:
+    """Its own script, with SFTTrainer."""
+    script = Path(importlib.util.find_spec("trl").origin).parent / "scripts" / "sft.py"
+    write_rows(tmp_path / "data", "sft")
+    config = tmp_path / "zero.json"
+    config.write_text(json.dumps(divided(ep, stage)))
+    logs = []
+    for world, place in (1, {"use_cpu": "True"}), (4, {"deepspeed": config}):
+        out = tmp_path / str(world)
+        given = {"model_name_or_path": folders[kind], "dataset_name": tmp_path / "data", "output_dir": out, **place}
+        steps = {"per_device_train_batch_size": BATCH // world, "eval_strategy": "no"}
+        four.run(world, run_script, str(script), *words({**given, **TRL, **steps}))
+        logs.append([entry for entry in logged(out) if "loss" in entry])
+    for entry, one in zip(logs[1], logs[0], strict=True):
+        assert entry["loss"] == pytest.approx(one["loss"], abs=1e-6)
+        assert entry["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-6)
+    assert len(logs[0]) == STEPS and weights_of(tmp_path / "4").keys() == weights_of(tmp_path / "1").keys()
