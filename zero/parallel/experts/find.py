@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -86,13 +87,12 @@ def experts_of(model: nn.Module, section: ExpertParallel, ranks: int) -> list[Ex
     Raises ValueError where there is none, with what there is, and where ranks do not divide them, with what would.
     """
     planned, named, found = _planned(model), dict(model.named_modules()), list[Experts]()
-    pattern = re.compile(section.moe_layer_pattern or "")
     for name, module in named.items():
         stacks = getattr(module, STACKS, None) or _stacks(module)
-        if stacks and pattern.search(name):
+        if stacks and _meant(name, section.moe_layer_pattern):
             found.append(Experts(name, module, module._parameters[stacks[0]].shape[0], stacks))
     for name in sorted(planned):
-        if pattern.search(name) and not any(is_inside(each.name, name) for each in found):
+        if _meant(name, section.moe_layer_pattern) and not any(is_inside(each.name, name) for each in found):
             raise ValueError(
                 f"{_WHERE} {ranks}: the ep_plan names '{name}', a {type(named[name]).__name__}, whose parameters are "
                 f"not stacks of equally many experts: {_shapes(named[name])}"
@@ -101,6 +101,12 @@ def experts_of(model: nn.Module, section: ExpertParallel, ranks: int) -> list[Ex
         raise ValueError(f"{_WHERE} {ranks}: no experts are found in {type(model).__name__}{_strangers(named)}")
     _check(model, found, section, ranks)
     return found
+
+
+def _meant(name: str, pattern: str | None) -> bool:
+    """Whether the pattern is all of the name, or of that of a module around it, which DeepSpeed compares."""
+    around = itertools.accumulate(name.split("."), "{}.{}".format)
+    return pattern is None or any(re.fullmatch(pattern, each) for each in around)
 
 
 def _planned(model: nn.Module) -> set[str]:
