@@ -84,12 +84,12 @@ def test_no_rank_holds_more_than_its_shard_and_a_stack(door: Pool, tmp_path: Pat
     size = sum(param.nbytes for param in model.parameters())
     model.save_pretrained(tmp_path / "large", max_shard_size="200MB")
     del model
-    for ep in 1, 4, 2:
-        ranks = Pool(4)  # of new processes: what others have given back to themselves would not be seen to grow
-        found = ranks.run(4, grown, str(tmp_path / "small"), str(tmp_path / "large"), ep)
-        ranks.close()
-        print(ep, size // MIB, STACK // MIB, [(reading // MIB, dividing // MIB) for reading, dividing in found])
+    ranks = Pool(4)  # of new processes: what others have given back to themselves would not be seen to grow
+    found = ranks.run(4, grown, str(tmp_path / "small"), str(tmp_path / "large"), 4)
+    ranks.close()
+    print(size // MIB, STACK // MIB, [(reading // MIB, dividing // MIB) for reading, dividing in found])
+    shard = size // 4
     for rank, (reading, dividing) in enumerate(found):
-        # The stack, and the same on its way to the others; rank 0 makes it of two halves.
-        assert size // 4 < reading <= size // 4 + (2 if rank else 5) * STACK + SLACK < size
-        assert dividing <= 2 * STACK + SLACK
+        # The stack; rank 0 makes it of parts. The engine's own shards come while those of zero.Init go.
+        assert shard < reading <= shard + (1 if rank else 3) * STACK + SLACK < 0.8 * size
+        assert dividing <= shard + 2 * STACK + SLACK < 0.8 * size
