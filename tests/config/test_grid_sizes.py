@@ -74,7 +74,7 @@ def test_sizes(values, world, told, said):
             {"expert_parallel": {"enabled": True, "autoep_size": 2, "ep_size": 4}},
             4,
             {},
-            "expert_parallel.autoep_size and expert_parallel.ep_size: two names of one key; keep expert_parallel.autoep_size",
+            "expert_parallel.autoep_size and expert_parallel.ep_size: two names of one key",
         ),
         ({"expert_parallel": {"enabled": True, "preset": "x"}}, 4, {}, "expert_parallel: unknown key 'preset'"),
         (

@@ -17,9 +17,9 @@ def gather_parts() -> None:
 
     @functools.wraps(theirs, ("__doc__",))
     def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> Any:
-        if isinstance(model, zero.Engine) and model.zero_optimization_stage() < 3:
-            if any(cut_of(param) is not None for param in model.module.parameters()):
-                return model._consolidated_16bit_state_dict()
-        return theirs(self, model, unwrap)
+        whole = not isinstance(model, zero.Engine) or all(cut_of(param) is None for param in model.module.parameters())
+        if whole or model.zero_optimization_stage() == 3:
+            return theirs(self, model, unwrap)
+        return model._consolidated_16bit_state_dict()
 
     library.Accelerator.get_state_dict = get_state_dict
