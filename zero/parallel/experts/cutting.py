@@ -16,6 +16,7 @@ from zero.core.mesh import Meshes
 from zero.core.owner import axes_of, cut_of
 from zero.parallel.experts.dispatch import DispatchedForward
 from zero.parallel.experts.find import Experts, experts_of
+from zero.parallel.experts.separate import SeparateExperts, told_experts
 from zero.parallel.tensor.cutting import cut_param, deferred_in, make_whole, refuse_graphs, whole_only
 from zero.parallel.tensor.plan import Place
 from zero.plan.grid import DENSE, EXPERTS, UnitAxes
@@ -42,6 +43,9 @@ class CutExperts:
         model.__dict__[RECORD] = self
         shapes = {name: place.cut.shape for name, place in places.items() if place.cut is not None}
         self._handle = model.register_state_dict_post_hook(functools.partial(whole_only, shapes, self.ranks.size))
+        self._separate = [each.module for each in found if isinstance(each.module, SeparateExperts)]
+        for experts in self._separate:
+            experts.number(self.ranks.rank * len(experts.deepspeed_experts))
         self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []
         for name, place in places.items():
             if deferred_in(place.param) is None:
@@ -79,6 +83,8 @@ class CutExperts:
             make_whole(param, place, axes, None if alone else self.ranks)
         for forward in reversed(self.forwards):
             forward.undo()
+        for experts in self._separate:
+            experts.number(0)
         for module, name, value in self._changed:
             setattr(module, name, value)
         self._placed, self.forwards, self._changed = [], [], []
@@ -90,6 +96,11 @@ def divided(model: nn.Module, settings: Config, rank: int) -> list[Experts] | Cu
     Raises ValueError for what cannot be divided.
     """
     ranks = settings.grid.ranks("ep", rank)
+    if (told := told_experts(model).get("ep", len(ranks))) != len(ranks):
+        raise ValueError(
+            f"initialize(): got MoE layers of ep_size {told}, and ranks of which {len(ranks)} divide experts; say "
+            "expert_parallel.ep_size in the JSON beside a mesh or an mpu"
+        )
     if len(ranks) == 1:
         return None
     if (before := model.__dict__.get(RECORD)) is not None:
@@ -117,7 +128,7 @@ def _places(model: nn.Module, found: Sequence[Experts], ranks: Axis, shared: boo
             param = part.module._parameters[part.own]
             cut = slice_of(tuple(param.shape), part.dim, part.ranges[ranks.rank])
             yield names.pop(param), Place(param, cut, EXPERTS, part.dim, part.ranges)
-        for param in each.module.parameters() if shared else ():
+        for param in each.module.parameters() if shared and each.stacks else ():
             if param in names:
                 yield names.pop(param), Place(param, None, DENSE._replace(sums=("tp",)))
 

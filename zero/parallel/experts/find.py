@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from zero.config.expert_parallel import ExpertParallel
+from zero.parallel.experts.separate import SeparateExperts
 from zero.parallel.pipeline.trunk import pretrained as models_in
 from zero.parallel.tensor.plan import is_inside
 
@@ -28,7 +29,10 @@ class Part(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """A module of `count` experts, whose parameters `stacks` have one after the other along dim 0."""
+    """A module of `count` experts, whose parameters `stacks` have one after the other along dim 0; or with none.
+
+    Those are separate modules, of which each rank has its own.
+    """
 
     name: str
     module: nn.Module
@@ -88,6 +92,9 @@ def experts_of(model: nn.Module, section: ExpertParallel, ranks: int) -> list[Ex
     planned, named, found = _planned(model), dict(model.named_modules()), list[Experts]()
     pattern = re.compile(section.moe_layer_pattern or "")
     for name, module in named.items():
+        if isinstance(module, SeparateExperts):
+            found += [Experts(name, module, module.total, ())] if module.ranks > 1 else []
+            continue
         stacks = getattr(module, STACKS, None) or _stacks(module)
         if stacks and pattern.search(name):
             found.append(Experts(name, module, module._parameters[stacks[0]].shape[0], stacks))
