@@ -6,7 +6,7 @@ S. Rajbhandari et al., "DeepSpeed-MoE", 2022; W. Fedus et al., "Switch Transform
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,31 +16,15 @@ from zero.parallel.experts.separate import SeparateExperts
 _JITTER = 1e-2  # Switch Transformers'
 
 
-class Routed(NamedTuple):
-    """The experts [n, k] of each token and their weights; the number of experts is that of none.
-
-    balance: the auxiliary loss; counts: the tokens that chose each expert, before any was dropped.
-    """
-
-    index: Tensor
-    weights: Tensor
-    balance: Tensor
-    counts: Tensor
-
-
 class MoE(nn.Module):
-    """`num_experts` copies of `expert`, divided among each `ep_size` neighbours of the ranks.
+    """`num_experts` copies of `expert`, divided among each `ep_size` neighbours of the ranks; `k` for each token.
 
-    k:                    the experts of each token;
-    capacity_factor:      an expert takes at most so many times its even share of a rank's tokens (times k), and at
-                          least `min_capacity`; `eval_capacity_factor` is used in eval;
-    use_residual:         the sum with `expert` itself, weighted by a layer `coefficient`;
-    noisy_gate_policy:    in training "Jitter" multiplies what the router sees, and "RSample" (k = 1) draws the expert;
-    drop_tokens:          False: no capacity;
-    use_rts:              with k = 1, those that an expert takes are drawn, and not the first ones;
-    top2_2nd_expert_sampling: with k = 2, the second expert is drawn.
-
-    The others are for DeepSpeed's kernels and its experts that are cut, and change nothing here.
+    capacity_factor: an expert takes at most so many times its even share of a rank's tokens (times k), and at least
+    `min_capacity`; `eval_capacity_factor` is that of eval; without `drop_tokens` there is no limit. With k = 1 and
+    `use_rts` it draws those that it takes. use_residual: the sum with `expert` itself, weighted by a layer
+    `coefficient`. noisy_gate_policy: in training "Jitter" multiplies what the router sees, and "RSample" (k = 1) draws
+    the expert; `top2_2nd_expert_sampling` draws the second of k = 2. The others change nothing here: they are for
+    DeepSpeed's kernels and experts that are cut.
     """
 
     def __init__(
@@ -62,97 +46,82 @@ class MoE(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
-        if num_experts % ep_size:
-            raise ValueError(f"MoE: ep_size {ep_size} does not divide num_experts {num_experts}")
-        if not 1 <= k <= max(2, num_experts):
-            raise ValueError(f"MoE: k {k} is not one of 1 to {num_experts}, the number of experts")
+        if num_experts % ep_size or not 1 <= k <= num_experts:
+            raise ValueError(
+                f"MoE: got num_experts {num_experts}, ep_size {ep_size}, which divides it, and k {k} of them"
+            )
         if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
-            raise ValueError(f"MoE: noisy_gate_policy {noisy_gate_policy!r} is not None, 'Jitter' or 'RSample'")
+            raise ValueError(f"MoE: got noisy_gate_policy {noisy_gate_policy!r}, wanted None, 'Jitter' or 'RSample'")
         self.num_experts, self.ep_size, self.num_local_experts = num_experts, ep_size, num_experts // ep_size
-        self.use_residual = use_residual
-        factors = capacity_factor, eval_capacity_factor
-        capacity = (*factors, min_capacity) if drop_tokens else None
+        capacity = (capacity_factor, eval_capacity_factor, min_capacity) if drop_tokens else None
         gate = _Gate(hidden_size, num_experts, k, capacity, noisy_gate_policy, use_rts, top2_2nd_expert_sampling)
-        self.deepspeed_moe = _Layer(gate, SeparateExperts(expert, num_experts, ep_size))
+        self.deepspeed_moe = nn.ModuleDict({"gate": gate, "experts": SeparateExperts(expert, num_experts, ep_size)})
+        self.use_residual = use_residual
         if use_residual:
             self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The output, the auxiliary loss and how many tokens chose each expert.
+        """The output, the auxiliary loss, and how many tokens chose each expert, before any was dropped.
 
         used_token: 0 for each token that no expert gets (padding), and whose output is 0.
         """
-        output, routed = self.deepspeed_moe(hidden_states, used_token)
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        index, weights, balance, counts = self.deepspeed_moe.gate(tokens, used_token)
+        output = self.deepspeed_moe.experts(tokens, index, weights.to(tokens.dtype)).view_as(hidden_states)
         if self.use_residual:
             dense = self.mlp(hidden_states)
-            dense = dense[0] if isinstance(dense, tuple) else dense
             first, second = self.coefficient(hidden_states).softmax(-1).split(1, -1)
-            output = output * first + dense * second
-        return output, routed.balance, routed.counts
-
-
-class _Layer(nn.Module):
-    def __init__(self, gate: _Gate, experts: SeparateExperts) -> None:
-        super().__init__()
-        self.gate, self.experts = gate, experts
-
-    def forward(self, x: Tensor, used: Tensor | None) -> tuple[Tensor, Routed]:
-        tokens = x.reshape(-1, x.shape[-1])
-        routed = self.gate(tokens, used)
-        return self.experts(tokens, routed.index, routed.weights.to(x.dtype)).view_as(x), routed
+            output = output * first + (dense[0] if isinstance(dense, tuple) else dense) * second
+        return output, balance, counts
 
 
 class _Gate(nn.Module):
     """The router, in fp32. capacity: the factors in training and eval, and the least; None for none."""
 
-    def __init__(self, width: int, experts: int, k: int, capacity: Any, noise: str | None, *draws: bool) -> None:
+    def __init__(self, width: int, count: int, k: int, capacity: Any, noise: str | None, *draws: bool) -> None:
         super().__init__()
-        self.wg = nn.Linear(width, experts, bias=False)
-        self.k, self.capacity, self.noise = k, capacity, noise
+        self.wg = nn.Linear(width, count, bias=False)
+        self.count, self.k, self.capacity, self.noise = count, k, capacity, noise
         self.draws_tokens, self.draws_second = draws
 
-    def forward(self, tokens: Tensor, used: Tensor | None) -> Routed:
-        seen, count = tokens.float(), self.wg.weight.shape[0]
+    def forward(self, tokens: Tensor, used: Tensor | None) -> tuple[Tensor, ...]:
+        """Experts of each token and their weights [n, k], `count` standing for none; auxiliary loss and counts."""
+        seen = tokens.float()
         if self.noise == "Jitter" and self.training:
             seen = seen * torch.empty_like(seen).uniform_(1 - _JITTER, 1 + _JITTER)
         scores = nn.functional.linear(seen, self.wg.weight.float())
         gates = scores.softmax(1)
         index = self._chosen(scores, gates).detach()
-        chosen = torch.zeros_like(gates).scatter_(1, index, 1.0)
+        weights = gates.gather(1, index)
         if used is not None:
-            used = used.reshape(-1, 1) != 0
-            index, chosen = index.where(used, count), chosen * used
-        counts = chosen.sum(0).long()
-        of_balance = chosen if self.k != 2 else nn.functional.one_hot(index[:, 0], count + 1)[:, :-1].float()
-        balance = (gates.mean(0) * of_balance.mean(0)).sum() * count / (self.k if self.k > 2 else 1)
-        weights = gates.gather(1, index.clamp(max=count - 1))
+            index = index.where(used.reshape(-1, 1) != 0, self.count)
+        chosen = nn.functional.one_hot(index, self.count + 1)[..., : self.count]
+        mean = chosen[:, : 1 if self.k == 2 else self.k].sum(1).float().mean(0)
+        balance = (gates.mean(0) * mean).sum() * self.count / (self.k if self.k > 2 else 1)
         if self.capacity is not None:
-            index = self._taken(index, weights.detach(), count)
-        weights = weights * (index < count)
+            index = self._taken(index, weights.detach())
+        weights = weights * (index < self.count)
         if self.k > 1:
             weights = weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
-        return Routed(index, weights, balance, counts)
+        return index, weights, balance, chosen.sum((0, 1))
 
     def _chosen(self, scores: Tensor, gates: Tensor) -> Tensor:
-        """The experts of each token [n, k], before any is dropped."""
         if self.k == 1 and self.noise == "RSample" and self.training:
             return _drawn(scores).argmax(1, keepdim=True)
-        if self.k != 2:
+        if self.k != 2 or not self.draws_second:
             return gates.topk(self.k, 1).indices
         first = gates.argmax(1, keepdim=True)
-        others = _drawn(scores) if self.draws_second else scores
-        return torch.cat([first, others.scatter(1, first, float("-inf")).argmax(1, keepdim=True)], 1)
+        return torch.cat([first, _drawn(scores).scatter(1, first, float("-inf")).argmax(1, keepdim=True)], 1)
 
-    def _taken(self, index: Tensor, weights: Tensor, count: int) -> Tensor:
-        """The experts of each token, without those that have their capacity of others, which come before it.
+    def _taken(self, index: Tensor, weights: Tensor) -> Tensor:
+        """The experts of each token, without those that have their capacity of others.
 
         With k = 1 these are drawn ones or earlier ones, with k = 2 earlier ones, first choices first, and with more
         those that the router gives a larger weight.
         """
         train, evaluate, least = self.capacity
-        factor = (train if self.training else evaluate) * self.k
-        # In fp32, as DeepSpeed rounds it.
-        capacity = max(least, int(torch.ceil(torch.tensor(factor) * (len(index) / count))))
+        factor = torch.tensor((train if self.training else evaluate) * self.k)
+        capacity = max(least, int(torch.ceil(factor * (len(index) / self.count))))  # rounded in fp32, as DeepSpeed's
         ids = index.t().flatten()
         if self.k == 2 or (self.k == 1 and not self.draws_tokens):
             order = ids.argsort(stable=True)
@@ -162,7 +131,7 @@ class _Gate(nn.Module):
             order = order[ids[order].argsort(stable=True)]
         ordered = ids[order]
         place = torch.arange(len(ids), device=ids.device) - torch.searchsorted(ordered, ordered)
-        kept = ids.index_copy(0, order, torch.where(place < capacity, ordered, count))
+        kept = ids.index_copy(0, order, ordered.where(place < capacity, self.count))
         return kept.view(self.k, -1).t()
 
 
@@ -173,5 +142,5 @@ def _drawn(scores: Tensor) -> Tensor:
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Whether there is a layer of experts in the module, and the number of experts of the first one, or 0."""
-    first = next((each for each in m.modules() if isinstance(each, MoE)), None)
-    return first is not None, 0 if first is None else first.num_experts
+    counts = [each.num_experts for each in m.modules() if isinstance(each, MoE)]
+    return bool(counts), (counts or [0])[0]

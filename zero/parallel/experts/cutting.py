@@ -43,9 +43,10 @@ class CutExperts:
         model.__dict__[RECORD] = self
         shapes = {name: place.cut.shape for name, place in places.items() if place.cut is not None}
         self._handle = model.register_state_dict_post_hook(functools.partial(whole_only, shapes, self.ranks.size))
-        self._separate = [each.module for each in found if isinstance(each.module, SeparateExperts)]
-        for experts in self._separate:
-            experts.number(self.ranks.rank * len(experts.deepspeed_experts))
+        separate = [each.module for each in found if isinstance(each.module, SeparateExperts)]
+        self._named = [each.deepspeed_experts for each in separate]
+        for experts in self._named:
+            experts.number(self.ranks.rank * len(experts))
         self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []
         for name, place in places.items():
             if deferred_in(place.param) is None:
@@ -83,7 +84,7 @@ class CutExperts:
             make_whole(param, place, axes, None if alone else self.ranks)
         for forward in reversed(self.forwards):
             forward.undo()
-        for experts in self._separate:
+        for experts in self._named:
             experts.number(0)
         for module, name, value in self._changed:
             setattr(module, name, value)
@@ -96,10 +97,11 @@ def divided(model: nn.Module, settings: Config, rank: int) -> list[Experts] | Cu
     Raises ValueError for what cannot be divided.
     """
     ranks = settings.grid.ranks("ep", rank)
-    if (told := told_experts(model).get("ep", len(ranks))) != len(ranks):
+    told, tp = told_experts(model).get("ep"), settings.grid.size("tp")
+    if told is not None and (told, 1) != (len(ranks), tp):
         raise ValueError(
-            f"initialize(): got MoE layers of ep_size {told}, and ranks of which {len(ranks)} divide experts; say "
-            "expert_parallel.ep_size in the JSON beside a mesh or an mpu"
+            f"initialize(): got MoE layers of ep_size {told} on a grid of ep {len(ranks)} x tp {tp}; wanted tp 1, "
+            "and beside a mesh or an mpu the same expert_parallel.ep_size in the JSON"
         )
     if len(ranks) == 1:
         return None
@@ -128,7 +130,7 @@ def _places(model: nn.Module, found: Sequence[Experts], ranks: Axis, shared: boo
             param = part.module._parameters[part.own]
             cut = slice_of(tuple(param.shape), part.dim, part.ranges[ranks.rank])
             yield names.pop(param), Place(param, cut, EXPERTS, part.dim, part.ranges)
-        for param in each.module.parameters() if shared and each.stacks else ():
+        for param in each.module.parameters() if shared else ():
             if param in names:
                 yield names.pop(param), Place(param, None, DENSE._replace(sums=("tp",)))
 

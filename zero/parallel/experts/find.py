@@ -146,8 +146,8 @@ def _check(model: nn.Module, found: Sequence[Experts], section: ExpertParallel, 
         if len({*trained.values()}) > 1 and each.module._parameters[each.stacks[0]].ndim > 3:
             raise ValueError(f"{_WHERE} {ranks}: of '{each.name}' only some stacks are trained: {trained}")
     config = getattr(model, "config", None)
-    wanted = getattr(config, section.num_experts_attr or "", found[0].count)
-    if any(each.count != wanted for each in found):
+    wanted = getattr(config, section.num_experts_attr or "", None)
+    if wanted is not None and any(each.count != wanted for each in found):
         counts = {each.name: each.count for each in found}
         raise ValueError(f"expert_parallel.num_experts_attr: the model's config has {wanted}, not {counts}")
 

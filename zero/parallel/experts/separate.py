@@ -14,22 +14,22 @@ from zero.recompute.kept import kept
 
 
 class SeparateExperts(nn.Module):
-    """Copies of `expert`: `count` in all, and 1 / `ranks` of them here, each rank having others.
+    """Copies of `expert`: `count` in all, and 1 / `ranks` of them here. Called as `zero.experts` says.
 
-    Those here are numbered from 0 on until an engine is made, then among all. Called as `zero.experts` says; a number
-    of `count` is that of no expert. Raises ValueError for an expert that was born sharded, with one rank's values.
+    Their names begin with 0 until an engine is made, which names them among all. The number `count` stands for no
+    expert. Raises ValueError for an expert that was born sharded, with the values of one rank.
     """
 
     def __init__(self, expert: nn.Module, count: int, ranks: int) -> None:
         super().__init__()
         if ranks > 1 and any(map(is_released, expert.parameters())):
-            raise ValueError("MoE(ep_size > 1) under zero.Init, where no rank makes experts of its own; make it outside")
+            raise ValueError("MoE(ep_size > 1) in zero.Init, where no rank has values of its own; make it outside")
         self.deepspeed_experts = _Numbered(copy.deepcopy(expert) for _ in range(count // ranks))
         self.total, self.ranks = count, ranks
         for param in self.parameters():
             param.allreduce = False  # DeepSpeed's mark, by which programs know them
-            if ranks > 1:
-                share_along(EXPERTS._replace(parts=()), [param])
+        if ranks > 1:
+            share_along(EXPERTS._replace(parts=()), self.parameters())
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Every expert is called, with a token of zeros where it has none: gradients then come on all ranks alike."""
@@ -43,13 +43,9 @@ class SeparateExperts(nn.Module):
             out = out.index_add(0, tokens, (found * weights.flatten()[slots, None]).to(x.dtype))
         return out
 
-    def number(self, first: int) -> None:
-        """Name the experts here from this number on."""
-        self.deepspeed_experts.number(first)
-
 
 class _Numbered(nn.ModuleList):
-    """Modules whose names begin with another number than 0, while they are found by their places."""
+    """Modules that are found by their places, and whose names begin with another number than 0."""
 
     def number(self, first: int) -> None:
         self._modules = {str(at): each for at, each in enumerate(self._modules.values(), first)}
@@ -59,8 +55,8 @@ class _Numbered(nn.ModuleList):
 
 
 def told_experts(model: nn.Module) -> dict[str, int]:
-    """The number of ranks that a model's separate experts were made for; ValueError where it is not one number."""
+    """The number of ranks that separate experts of a model are made for; ValueError where it is not one number."""
     sizes = {each.ranks for each in model.modules() if isinstance(each, SeparateExperts)} - {1}
     if len(sizes) > 1:
-        raise ValueError(f"MoE: got layers with ep_size {sorted(sizes)}; all that divide experts must have the same")
-    return {"ep": size for size in sizes}
+        raise ValueError(f"MoE: got layers of ep_size {sorted(sizes)}; all that divide experts must have the same")
+    return dict.fromkeys(["ep"] * len(sizes), *sizes)
