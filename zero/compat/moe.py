@@ -48,7 +48,7 @@ class MoE(nn.Module):
         super().__init__()
         if num_experts % ep_size or not 1 <= k <= num_experts:
             raise ValueError(
-                f"MoE: got num_experts {num_experts}, ep_size {ep_size}, which divides it, and k {k} of them"
+                f"MoE: got num_experts {num_experts}, wanted a multiple of ep_size {ep_size} and at least k {k}"
             )
         if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
             raise ValueError(f"MoE: got noisy_gate_policy {noisy_gate_policy!r}, wanted None, 'Jitter' or 'RSample'")
