@@ -36,7 +36,8 @@ SUITES = {
     "DeepSpeed": tuple(
         f"tests/unit/{folder}/test_{name}.py"
         for folder, names in {
-            "checkpoint": "convert_checkpoint latest_checkpoint moe_checkpoint pipeline shared_weights tag_validation zero_optimizer",
+            "checkpoint": "convert_checkpoint latest_checkpoint moe_checkpoint pipeline shared_weights "
+            "tag_validation zero_optimizer",
             "comm": "dist",
             "model_parallelism": "autotp_training tp_plan_e2e tp_plan_real_models",
             "pipe": "pipe_module",
