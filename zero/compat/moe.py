@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from zero.parallel.experts.separate import SeparateExperts
 
-_JITTER = 1e-2  # Switch Transformers'
-
 
 class MoE(nn.Module):
     """`num_experts` copies of `expert`, divided among each `ep_size` neighbours of the ranks; `k` for each token.
@@ -88,7 +86,7 @@ class _Gate(nn.Module):
         """Experts of each token and their weights [n, k], `count` standing for none; auxiliary loss and counts."""
         seen = tokens.float()
         if self.noise == "Jitter" and self.training:
-            seen = seen * torch.empty_like(seen).uniform_(1 - _JITTER, 1 + _JITTER)
+            seen = seen * torch.empty_like(seen).uniform_(0.99, 1.01)  # as Switch Transformers
         scores = nn.functional.linear(seen, self.wg.weight.float())
         gates = scores.softmax(1)
         index = self._chosen(scores, gates).detach()
@@ -106,38 +104,25 @@ class _Gate(nn.Module):
         return index, weights, balance, chosen.sum((0, 1))
 
     def _chosen(self, scores: Tensor, gates: Tensor) -> Tensor:
-        if self.k == 1 and self.noise == "RSample" and self.training:
-            return _drawn(scores).argmax(1, keepdim=True)
-        if self.k != 2 or not self.draws_second:
+        if not (self.draws_second if self.k == 2 else self.k == 1 and self.noise == "RSample" and self.training):
             return gates.topk(self.k, 1).indices
-        first = gates.argmax(1, keepdim=True)
-        return torch.cat([first, _drawn(scores).scatter(1, first, float("-inf")).argmax(1, keepdim=True)], 1)
+        drawn = scores - torch.empty_like(scores).exponential_().log()  # whose largest is a draw from gates (Gumbel)
+        first = (drawn if self.k == 1 else gates).argmax(1, keepdim=True)
+        return first if self.k == 1 else torch.cat([first, drawn.scatter(1, first, -torch.inf).argmax(1, True)], 1)
 
     def _taken(self, index: Tensor, weights: Tensor) -> Tensor:
-        """The experts of each token, without those that have their capacity of others.
-
-        With k = 1 these are drawn ones or earlier ones, with k = 2 earlier ones, first choices first, and with more
-        those that the router gives a larger weight.
-        """
+        """Without experts that have their capacity of other tokens: drawn, earlier or (k > 2) heavier ones."""
         train, evaluate, least = self.capacity
         factor = torch.tensor((train if self.training else evaluate) * self.k)
         capacity = max(least, int(torch.ceil(factor * (len(index) / self.count))))  # rounded in fp32, as DeepSpeed's
         ids = index.t().flatten()
-        if self.k == 2 or (self.k == 1 and not self.draws_tokens):
-            order = ids.argsort(stable=True)
-        else:
-            first = torch.rand(ids.shape, device=ids.device) if self.k == 1 else weights.t().flatten()
-            order = first.argsort(descending=True, stable=True)
-            order = order[ids[order].argsort(stable=True)]
+        first = weights.t().flatten() * (self.k > 2)
+        first = torch.rand_like(first) if self.k == 1 and self.draws_tokens else first
+        order = first.argsort(descending=True, stable=True)
+        order = order[ids[order].argsort(stable=True)]
         ordered = ids[order]
         place = torch.arange(len(ids), device=ids.device) - torch.searchsorted(ordered, ordered)
-        kept = ids.index_copy(0, order, ordered.where(place < capacity, self.count))
-        return kept.view(self.k, -1).t()
-
-
-def _drawn(scores: Tensor) -> Tensor:
-    """Scores with the noise whose largest is a draw from their softmax (Gumbel)."""
-    return scores - torch.empty_like(scores).exponential_().log()
+        return ids.index_copy(0, order, ordered.where(place < capacity, self.count)).view(self.k, -1).t()
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:

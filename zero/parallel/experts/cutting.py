@@ -43,8 +43,7 @@ class CutExperts:
         model.__dict__[RECORD] = self
         shapes = {name: place.cut.shape for name, place in places.items() if place.cut is not None}
         self._handle = model.register_state_dict_post_hook(functools.partial(whole_only, shapes, self.ranks.size))
-        separate = [each.module for each in found if isinstance(each.module, SeparateExperts)]
-        self._named = [each.deepspeed_experts for each in separate]
+        self._named = [each.module.deepspeed_experts for each in found if isinstance(each.module, SeparateExperts)]
         for experts in self._named:
             experts.number(self.ranks.rank * len(experts))
         self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []

@@ -29,10 +29,7 @@ class Part(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """A module of `count` experts, whose parameters `stacks` have one after the other along dim 0; or with none.
-
-    Those are separate modules, of which each rank has its own.
-    """
+    """A module of `count` experts, in turn along dim 0 of its parameters `stacks`; with none, they are modules."""
 
     name: str
     module: nn.Module
@@ -92,9 +89,8 @@ def experts_of(model: nn.Module, section: ExpertParallel, ranks: int) -> list[Ex
     planned, named, found = _planned(model), dict(model.named_modules()), list[Experts]()
     pattern = re.compile(section.moe_layer_pattern or "")
     for name, module in named.items():
-        if isinstance(module, SeparateExperts):
-            found += [Experts(name, module, module.total, ())] if module.ranks > 1 else []
-            continue
+        if isinstance(module, SeparateExperts) and module.ranks > 1:
+            found.append(Experts(name, module, module.total, ()))
         stacks = getattr(module, STACKS, None) or _stacks(module)
         if stacks and pattern.search(name):
             found.append(Experts(name, module, module._parameters[stacks[0]].shape[0], stacks))
