@@ -1,7 +1,6 @@
 """DeepSpeed's layer of experts: each token goes to the best k by a router, and no expert gets more than its capacity.
 
-S. Rajbhandari et al., "DeepSpeed-MoE", 2022; W. Fedus et al., "Switch Transformers", 2021; D. Lepikhin et al.,
-"GShard", 2020.
+S. Rajbhandari et al., "DeepSpeed-MoE", 2022; W. Fedus et al., "Switch Transformers", 2021.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ class MoE(nn.Module):
     `min_capacity`; `eval_capacity_factor` is that of eval; without `drop_tokens` there is no limit. With k = 1 and
     `use_rts` it draws those that it takes. use_residual: the sum with `expert` itself, weighted by a layer
     `coefficient`. noisy_gate_policy: in training "Jitter" multiplies what the router sees, and "RSample" (k = 1) draws
-    the expert; `top2_2nd_expert_sampling` draws the second of k = 2. The others change nothing here: they are for
-    DeepSpeed's kernels and experts that are cut.
+    the expert; `top2_2nd_expert_sampling` draws the second of k = 2. Others change nothing.
     """
 
     def __init__(
@@ -59,10 +57,7 @@ class MoE(nn.Module):
             self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The output, the auxiliary loss, and how many tokens chose each expert, before any was dropped.
-
-        used_token: 0 for each token that no expert gets (padding), and whose output is 0.
-        """
+        """The output, the auxiliary loss and how many tokens chose each expert; none that is 0 in `used_token` does."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         index, weights, balance, counts = self.deepspeed_moe.gate(tokens, used_token)
         output = self.deepspeed_moe.experts(tokens, index, weights.to(tokens.dtype)).view_as(hidden_states)
