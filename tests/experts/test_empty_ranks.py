@@ -1,4 +1,4 @@
-"""The promise: a rank without tokens takes part: of its experts, or in its batch, and for as many steps as there are."""
+"""The promise: a rank without tokens takes part: of its experts or in its batch, for as many steps as there are."""
 
 from __future__ import annotations
 

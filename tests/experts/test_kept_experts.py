@@ -56,7 +56,7 @@ def after(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     made: list[torch.optim.Optimizer] = []
 
     def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made.append(torch.optim.AdamW(params, lr=2**-7))
+        made.append(torch.optim.AdamW(params, lr=2**-7, weight_decay=0.0))
         return made[0]
 
     batches = [[integers(step, place) for place in range(4)] for step in range(steps)]
@@ -144,7 +144,7 @@ def drifted(ep: int, stage: int, tp: int, only: tuple[int, ...] | None) -> dict[
     make = functools.partial(shared, Floats, only)
     found = trained(make, json_with(ep, stage, **more, **adam(2**-5)), integers, place, steps=6)
     batches = [[integers(step, each) for each in range(places)] for step in range(6)]
-    then = one_process(make, batches, functools.partial(torch.optim.AdamW, lr=2**-5)).model
+    then = one_process(make, batches, functools.partial(torch.optim.AdamW, lr=2**-5, weight_decay=0.0)).model
     for name in names:
         assert (found["weights"][name] - then.get_parameter(name).detach()).abs().max() <= 5 * CLOSE, name
     return {name: found["weights"][name] for name in names}
