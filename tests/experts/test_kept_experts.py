@@ -126,7 +126,7 @@ class Shared(Stacks):
 
 
 def shared(kind: type[Experts], only: tuple[int, ...] | None) -> Experts:
-    model = kind(only=only)
+    model = kind(only=only, blocks=1)
     model.requires_grad_(False)
     for block in model.blocks:
         block.mix.experts = Shared(block.mix.experts)
@@ -140,7 +140,7 @@ def drifted(ep: int, stage: int, tp: int, only: tuple[int, ...] | None) -> dict[
     make = functools.partial(shared, Experts, only)
     found, wanted = trained(make, json_with(ep, stage, **more), integers, place), plain(make, integers, places)
     names = [name for name, grad in wanted["grads"].items() if grad is not None]
-    assert len(names) == 4 and all(torch.equal(found["grads"][name], wanted["grads"][name]) for name in names)
+    assert len(names) == 2 and all(torch.equal(found["grads"][name], wanted["grads"][name]) for name in names)
     make = functools.partial(shared, Floats, only)
     found = trained(make, json_with(ep, stage, **more, **adam(2**-5)), integers, place, steps=6)
     batches = [[integers(step, each) for each in range(places)] for step in range(6)]
@@ -185,7 +185,7 @@ def on_stacks(name: str) -> Any:
 @needs("peft")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("world", "name", "stage"), longer(*((w, n, s) for w in (2, 4) for n in ("mixtral", "gpt_oss") for s in (1, 3)))
+    ("world", "name", "stage"), longer(*((w, n, s) for w in (2, 4) for n in ("mixtral",) for s in (1, 3)))
 )
 def test_unsloth_11014_and_agilerl_658_all_stacks_are_trained_and_gathered_by_no_rank(
     world: int, name: str, stage: int
@@ -231,18 +231,19 @@ def test_unsloth_11014_and_agilerl_658_all_stacks_are_trained_and_gathered_by_no
 )
 def test_a_stack_is_read_and_written_under_gathered_parameters(world: int, ep: int, stage: int) -> None:
     """Each rank has its own experts inside, and each writes its own; training goes on with what they wrote."""
+    make = functools.partial(Experts, blocks=1)
     cut = {"stage3_param_persistence_threshold": 0}
-    engine, *_ = zero.initialize(model=Experts(), config=json_with(ep, stage, zero_optimization=cut))
-    before, here, each = dict(Experts().named_parameters()), dist.get_rank() % ep, 4 // ep
-    for name in STACKS:
+    engine, *_ = zero.initialize(model=make(), config=json_with(ep, stage, zero_optimization=cut))
+    before, here, each = dict(make().named_parameters()), dist.get_rank() % ep, 4 // ep
+    for name in STACKS[:2]:
         param = engine.module.get_parameter(name)
         with zero.GatheredParameters(param):
             assert torch.equal(param, before[name][here * each : (here + 1) * each])
         with zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
             param.mul_(2)
-    doubled = Experts()
+    doubled = make()
     with torch.no_grad():
-        for name in STACKS:
+        for name in STACKS[:2]:
             doubled.get_parameter(name).mul_(2)
     assert all(torch.equal(value, doubled.get_parameter(name)) for name, value in full(engine).items())
     batches = [[integers(0, place) for place in range(world)]]
