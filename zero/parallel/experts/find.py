@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from zero.config.expert_parallel import ExpertParallel
+from zero.parallel.experts.separate import SeparateExperts
 from zero.parallel.pipeline.trunk import pretrained as models_in
 from zero.parallel.tensor.plan import is_inside
 
@@ -28,7 +29,7 @@ class Part(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """A module of `count` experts, whose parameters `stacks` have one after the other along dim 0."""
+    """A module of `count` experts, in turn along dim 0 of its parameters `stacks`; with none, they are modules."""
 
     name: str
     module: nn.Module
@@ -88,6 +89,8 @@ def experts_of(model: nn.Module, section: ExpertParallel, ranks: int) -> list[Ex
     planned, named, found = _planned(model), dict(model.named_modules()), list[Experts]()
     pattern = re.compile(section.moe_layer_pattern or "")
     for name, module in named.items():
+        if isinstance(module, SeparateExperts) and module.ranks > 1:
+            found.append(Experts(name, module, module.total, ()))
         stacks = getattr(module, STACKS, None) or _stacks(module)
         if stacks and pattern.search(name):
             found.append(Experts(name, module, module._parameters[stacks[0]].shape[0], stacks))
@@ -139,8 +142,8 @@ def _check(model: nn.Module, found: Sequence[Experts], section: ExpertParallel, 
         if len({*trained.values()}) > 1 and each.module._parameters[each.stacks[0]].ndim > 3:
             raise ValueError(f"{_WHERE} {ranks}: of '{each.name}' only some stacks are trained: {trained}")
     config = getattr(model, "config", None)
-    wanted = getattr(config, section.num_experts_attr or "", found[0].count)
-    if any(each.count != wanted for each in found):
+    wanted = getattr(config, section.num_experts_attr or "", None)
+    if wanted is not None and any(each.count != wanted for each in found):
         counts = {each.name: each.count for each in found}
         raise ValueError(f"expert_parallel.num_experts_attr: the model's config has {wanted}, not {counts}")
 
