@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from cut_models import MLP, VOCABULARY, WIDTH, json_of
@@ -87,3 +89,38 @@ class Experts(nn.Module):
 
 def json_with(ep: int, stage: int = 0, gas: int = 1, **more: Any) -> dict[str, Any]:
     return json_of(1, stage, gas, expert_parallel={"enabled": ep > 1, "autoep_size": ep}, **more)
+
+
+class Floats(Experts):
+    """Of other numbers, whose scores are never equal: to train for many steps."""
+
+    def __init__(self, experts: int = 4, only: tuple[int, ...] | None = None, blocks: int = 2, seed: int = 3) -> None:
+        super().__init__(experts, only, blocks, seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(0.3 * torch.randn(param.shape, generator=generator))
+
+
+class Trained(NamedTuple):
+    model: nn.Module
+    norms: list[float]
+
+
+def one_process(
+    make: Callable[[], nn.Module],
+    steps: Sequence[Sequence[dict[str, torch.Tensor]]],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    clip: float = math.inf,
+) -> Trained:
+    """Train by plain torch; each step has these batches."""
+    model, norms = make(), []
+    made = optimizer([param for param in model.parameters() if param.requires_grad])
+    for batches in steps:
+        for batch in batches:
+            out = model(**batch)
+            (getattr(out, "loss", out) / len(batches)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        made.step()
+        made.zero_grad()
+    return Trained(model, norms)

@@ -43,9 +43,7 @@ _NAMES = {
         module_inject.auto_tp module_inject.autotp_config module_inject.layers.LinearAllreduce
         module_inject.layers.LinearLayer module_inject.replace_module runtime.tensor_parallel runtime.domino
     """,
-    "experts are not divided among ranks yet: every rank trains every expert of a model of Transformers": (
-        "moe.layer.MoE moe.sharded_moe moe.experts"
-    ),
+    "deepspeed.moe.layer.MoE, or expert_parallel of the JSON": "moe.sharded_moe moe.experts",
     "engine.monitor, and tensorboard, wandb, csv_monitor and comet of the JSON": "monitor",
     "nothing: `fio` measures a drive": "nvme",
     "`pipeline.schedule` of the JSON, and zero.plan.pipeline.Schedule, which has what each rank does": (

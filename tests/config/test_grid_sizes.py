@@ -70,7 +70,13 @@ def test_sizes(values, world, told, said):
         ({"pipeline": {"stages": "two"}}, 4, {}, "pipeline.stages: got 'two', wanted an integer of at least 1"),
         (EP | {"expert_parallel": {"enabled": True, "autoep_size": 3}}, 4, {}, "expert_parallel.autoep_size: "),
         ({"pipeline": {"stages": 2, "interval": 2}}, 4, {}, "pipeline: unknown key 'interval'"),
-        ({"expert_parallel": {"enabled": True, "preset_model": "x"}}, 4, {}, "expert_parallel: is not there yet"),
+        (
+            {"expert_parallel": {"enabled": True, "autoep_size": 2, "ep_size": 4}},
+            4,
+            {},
+            "expert_parallel.autoep_size and expert_parallel.ep_size: two names of one key",
+        ),
+        ({"expert_parallel": {"enabled": True, "preset": "x"}}, 4, {}, "expert_parallel: unknown key 'preset'"),
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}} | TP,
             8,
@@ -114,10 +120,10 @@ def test_batches_loaders_and_groups_count_data_ranks():
 def test_a_form_that_no_layer_uses_is_refused_by_the_name_of_its_axis():
     said = said_by(lambda: zero.initialize(model=nn.Linear(4, 4), config=config(1, 1) | TP))
     assert said.startswith("ValueError: tensor_parallel.autotp_size 2: nothing tells how Linear is cut; its layers are")
-    for form, axis, sizes in ((EP, "ep", None), ({}, "pp", {"pp": 2})):
-        json = config(1, 2 if form is EP else 1) | form
-        said = said_by(lambda: zero.initialize(model=nn.Linear(4, 4), config=json, mesh_param=sizes))  # noqa: B023
-        assert said.startswith(f"ValueError: initialize(): {axis} is 2, and ")
+    said = said_by(lambda: zero.initialize(model=nn.Linear(4, 4), config=config(1, 2) | EP))
+    assert said.startswith("ValueError: expert_parallel.autoep_size 2: no experts are found in Linear; say which they")
+    said = said_by(lambda: zero.initialize(model=nn.Linear(4, 4), config=config(1, 1), mesh_param={"pp": 2}))
+    assert said.startswith("ValueError: initialize(): pp is 2, and ")
 
 
 def test_a_dry_run_prints_the_groups(tmp_path, capsys):

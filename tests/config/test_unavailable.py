@@ -12,6 +12,7 @@ from zero.config.unavailable import Unavailable
 
 # Values that a key may be switched on with; which of them switch it on, its mark says.
 VALUES: tuple[Any, ...] = (True, False, 2, "sum", "cpu", "nvme", {"enabled": True}, {"x": {"enabled": True}}, {"x": 1})
+VALUES += ("pre", "softmax")
 
 
 def written(path: str, value: Any) -> dict[str, Any]:
@@ -39,11 +40,11 @@ def test_what_is_not_available_says_so_and_what_is_switched_off_is_accepted(path
     assert exact in found
     assert not mark.on(None), "a key that is not given must be off"
     accepted = 0
-    for value in (False, True, 0, 1, "mean", "none", {}, {"enabled": False}):
+    for value in (False, True, 0, 1, "mean", "none", "auto", None, {}, {"enabled": False}):
         if not mark.on(value):
             try:
                 load(written(path, value), 1)
                 accepted += 1
             except ConfigError as error:
-                assert all("wanted" in line for line in error.errors), error
+                assert all("wanted" in line or "got 'auto'" in line for line in error.errors), error
     assert accepted

@@ -29,14 +29,15 @@ SUITES = {
         "tests/deepspeed/test_alst_ulysses_sp.py",
     ),
     "transformers": ("tests/trainer/distributed/test_trainer_distributed_deepspeed.py",),
-    # Left out: schedules, experts, inference, kernels and their optimizers' own steps,
+    # Left out: schedules, inference, kernels and their optimizers' own steps,
     # DeepSpeed's compiler passes, sparse and 1-bit gradients, autotuning, and what asks for its insides by name. Other
     # files that collect have not been looked through (v1/zero/test_zero, ds_initialize, no_sync_ctxt, fp16), or compare
     # bf16 that adds up in fp32 with plain bf16 (zero_user_backward): docs/huggingface.md says how that one was read.
     "DeepSpeed": tuple(
         f"tests/unit/{folder}/test_{name}.py"
         for folder, names in {
-            "checkpoint": "convert_checkpoint latest_checkpoint pipeline shared_weights tag_validation zero_optimizer",
+            "checkpoint": "convert_checkpoint latest_checkpoint moe_checkpoint pipeline shared_weights "
+            "tag_validation zero_optimizer",
             "comm": "dist",
             "model_parallelism": "autotp_training tp_plan_e2e tp_plan_real_models",
             "pipe": "pipe_module",
@@ -46,6 +47,7 @@ SUITES = {
             "runtime/zero": "ignore_unused_parameters zero_config zero_context_ancestry zero_context_return "
             "zero_dynamic_class zero_nesting_init",
             "ulysses_alst": "ulysses_sp_hf",
+            "v1/moe": "moe",
             "v1/zero": "zero2_offload_multi_backward zero_coalesce_grad_reduction zero_hook_count_regression "
             "zero_torch_func",
         }.items()

@@ -3,18 +3,22 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
-
 from zero.config.unavailable import Idle, Unavailable
-from zero.config.values import Bool, NotNegative, Positive, Section
+from zero.config.values import Bool, Count, NotNegative, Positive, PositiveOrAuto, Section, choice
+
+
+def _not_one(value: Any) -> bool:
+    return value not in (None, 1)
+
 
 _STRUCTURE = Idle("experts are found by the model's ep_plan, by their structure or by zero.experts")
 _THEIRS = Idle("experts compute as the model says, and its experts_implementation")
-_ROUTER = Unavailable("is for the model to say, whose own router runs; leave it out", on=lambda value: value != "auto")
-_SAID = Unavailable("is for the model to say, whose own router runs; leave it out", on=lambda value: value is not None)
-_WHOLE = Unavailable("is not available: each expert is whole on its ranks; leave it out", on=lambda value: value != 1)
+_OF_MODEL = "is for the model to say, whose own router runs; leave it out"
+_ROUTER = Unavailable(_OF_MODEL, on=lambda value: value not in (None, "auto"))
+_SAID = Unavailable(_OF_MODEL, on=lambda value: value is not None)
+_SCALE = Unavailable(_OF_MODEL, on=_not_one)
+_WHOLE = Unavailable("is not available: each expert is whole on its ranks; leave it out", on=_not_one)
 _COMM = Idle("tokens travel over the ranks' own backend")
-_SCALE = Unavailable("is for the model to say, whose own router runs; leave it out", on=lambda value: value != 1)
 
 
 class ExpertParallel(Section):
@@ -28,7 +32,7 @@ class ExpertParallel(Section):
     """Ranks that experts are divided among, which are consecutive; it divides the experts, and the product of the ranks
     along dp_shard, cp and tp. Also `ep_size`."""
     moe_layer_pattern: str | None = None
-    """A regular expression: only experts in modules with such names are divided; by default all."""
+    """A regular expression: only experts in modules whose whole names are such are divided; by default all."""
     num_experts_attr: str | None = None
     """The name in the model's config of the number of experts, which is compared with what is found."""
 
@@ -52,17 +56,17 @@ class ExpertParallel(Section):
     gate_up_impl: Annotated[str, _THEIRS] = "separate"
     combine_impl: Annotated[str, _THEIRS] = "auto"
     row_weighting_impl: Annotated[str, _THEIRS] = "auto"
-    route_norm: Annotated[Any, _SAID] = None
-    num_expert_groups: Annotated[Any, _SAID] = None
-    num_limited_groups: Annotated[Any, _SAID] = None
-    route_scale: Annotated[Any, _SCALE] = 1.0
-    score_apply: Annotated[Any, _ROUTER] = "auto"
-    score_func: Annotated[Any, _ROUTER] = "auto"
-    top_k: Annotated[Any, _ROUTER] = "auto"
-    routed_scaling_factor: Annotated[Any, _ROUTER] = "auto"
+    route_norm: Annotated[Bool | None, _SAID] = None
+    num_expert_groups: Annotated[Positive | None, _SAID] = None
+    num_limited_groups: Annotated[Positive | None, _SAID] = None
+    route_scale: Annotated[NotNegative, _SCALE] = 1.0
+    score_apply: Annotated[choice("auto", "pre", "post"), _ROUTER] = "auto"
+    score_func: Annotated[choice("auto", "softmax", "sigmoid"), _ROUTER] = "auto"
+    top_k: Annotated[PositiveOrAuto, _ROUTER] = "auto"
+    routed_scaling_factor: Annotated[PositiveOrAuto, _ROUTER] = "auto"
     comm_backend: Annotated[str, _COMM] = "comm"
     comm_num_sm: Annotated[Positive, _COMM] = 12
-    comm_qp_margin: Annotated[int, _COMM] = Field(default=4)
-    comm_max_tokens_per_rank: Annotated[int, _COMM] = Field(default=0)
+    comm_qp_margin: Annotated[Count, _COMM] = 4
+    comm_max_tokens_per_rank: Annotated[Count, _COMM] = 0
     async_split_plan: Annotated[Bool, _COMM] = False
     validate_folding_routing: Annotated[Bool, Idle("routes are compared where it costs nothing")] = False

@@ -60,6 +60,7 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.parallel.experts.cutting import CutExperts, divided
 from zero.parallel.experts.find import Experts
+from zero.parallel.experts.separate import told_experts
 from zero.parallel.pipeline.build import Pipelined, pipelined
 from zero.parallel.shared import SharedSequences
 from zero.parallel.tensor.cutting import CutModel, planned
@@ -124,6 +125,7 @@ def initialize(
     _join(source, dist_init_required, distributed_port)
     keep_cuts(model)
     said = model._sizes if isinstance(model, PipelineModule) else told_sizes(model, read(source).values, mpu)
+    said = {**said, **told_experts(model)}
     cut = any(cut_of(param) is not None for param in model.parameters())
     data = data_ranks(mesh_param, device_mesh, mpu, cut, said)
     stand_ins = [name for name, one in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if one is not None]
@@ -272,6 +274,7 @@ def _agree(model: nn.Module, groups: arguments.Groups, world: World, meshes: Mes
         meshes.of(axes)
     named = {name for axes in used for names in axes for name in names}
     named |= {"pp"} if len({names for _, names in said}) > 1 else set()
+    named |= {"ep"} if "efsdp" in named else set()  # which separate experts are sharded along
     _check_cuts(model, used, meshes, world)
     for axis, form in _FORMS.items():
         if (size := meshes.grid.size(axis)) > 1 and axis not in named:

@@ -17,6 +17,7 @@ from zero.core.mesh import Meshes
 from zero.core.owner import axes_of, cut_of
 from zero.parallel.experts.dispatch import DispatchedForward
 from zero.parallel.experts.find import Experts, experts_of
+from zero.parallel.experts.separate import SeparateExperts, told_experts
 from zero.parallel.tensor.cutting import cut_param, deferred_in, make_whole, refuse_graphs, whole_only
 from zero.parallel.tensor.plan import Place
 from zero.plan.grid import DENSE, EXPERTS, UnitAxes
@@ -43,6 +44,9 @@ class CutExperts:
         model.__dict__[RECORD] = self
         shapes = {name: place.cut.shape for name, place in places.items() if place.cut is not None}
         self._handle = model.register_state_dict_post_hook(functools.partial(whole_only, shapes, self.ranks.size))
+        self._named = [each.module.deepspeed_experts for each in found if isinstance(each.module, SeparateExperts)]
+        for experts in self._named:
+            experts.number(self.ranks.rank * len(experts))
         self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []
         for name, place in places.items():
             if deferred_in(place.param) is None:
@@ -116,6 +120,8 @@ class CutExperts:
             make_whole(param, place, axes, None if alone else self.ranks)
         for forward in reversed(self.forwards):
             forward.undo()
+        for experts in self._named:
+            experts.number(0)
         for module, name, value in self._changed:
             setattr(module, name, value)
         self._placed, self.forwards, self._changed = [], [], []
@@ -133,6 +139,12 @@ def divided(model: nn.Module, settings: Config, rank: int) -> list[Experts] | Cu
     Raises ValueError for what cannot be divided.
     """
     ranks = settings.grid.ranks("ep", rank)
+    told, tp = told_experts(model).get("ep"), settings.grid.size("tp")
+    if told is not None and (told, 1) != (len(ranks), tp):
+        raise ValueError(
+            f"initialize(): got MoE layers of ep_size {told} on a grid of ep {len(ranks)} x tp {tp}; wanted tp 1, "
+            "and beside a mesh or an mpu the same expert_parallel.ep_size in the JSON"
+        )
     if len(ranks) == 1:
         return None
     if (before := model.__dict__.get(RECORD)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from zero.config.expert_parallel import ExpertParallel
+from zero.parallel.experts.separate import SeparateExperts
 from zero.parallel.pipeline.trunk import pretrained as models_in
 from zero.parallel.tensor.plan import is_inside
 
@@ -28,7 +30,7 @@ class Part(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """A module of `count` experts, whose parameters `stacks` have one after the other along dim 0."""
+    """A module of `count` experts, in turn along dim 0 of its parameters `stacks`; with none, they are modules."""
 
     name: str
     module: nn.Module
@@ -86,14 +88,15 @@ def experts_of(model: nn.Module, section: ExpertParallel, ranks: int) -> list[Ex
     Raises ValueError where there is none, with what there is, and where ranks do not divide them, with what would.
     """
     planned, named, found = _planned(model), dict(model.named_modules()), list[Experts]()
-    pattern = re.compile(section.moe_layer_pattern or "")
     for name, module in named.items():
-        if not pattern.search(name):
+        if isinstance(module, SeparateExperts) and module.ranks > 1:
+            found.append(Experts(name, module, module.total, ()))
+        if not _meant(name, section.moe_layer_pattern):
             continue
         if stacks := getattr(module, STACKS, None) or _stacks(name, module):
             found.append(Experts(name, module, module._parameters[stacks[0]].shape[0], stacks))
     for name in sorted(planned):
-        if pattern.search(name) and not any(is_inside(each.name, name) for each in found):
+        if _meant(name, section.moe_layer_pattern) and not any(is_inside(each.name, name) for each in found):
             raise ValueError(
                 f"{_WHERE} {ranks}: the ep_plan names '{name}', a {type(named[name]).__name__}, whose parameters are "
                 f"not stacks of equally many experts: {_shapes(named[name])}"
@@ -102,6 +105,12 @@ def experts_of(model: nn.Module, section: ExpertParallel, ranks: int) -> list[Ex
         raise ValueError(f"{_WHERE} {ranks}: no experts are found in {type(model).__name__}{_strangers(named)}")
     _check(model, found, section, ranks)
     return found
+
+
+def _meant(name: str, pattern: str | None) -> bool:
+    """Whether the pattern is all of the name, or of that of a module around it, which DeepSpeed compares."""
+    around = itertools.accumulate(name.split("."), "{}.{}".format)
+    return pattern is None or any(re.fullmatch(pattern, each) for each in around)
 
 
 def _planned(model: nn.Module) -> set[str]:
@@ -153,8 +162,8 @@ def _check(model: nn.Module, found: Sequence[Experts], section: ExpertParallel, 
             )
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    wanted = getattr(config, section.num_experts_attr, None) if section.num_experts_attr else None
-    if section.num_experts_attr and any(each.count != wanted for each in found):
+    wanted = getattr(config, section.num_experts_attr or "", None)
+    if wanted is not None and any(each.count != wanted for each in found):
         counts = {each.name: each.count for each in found}
         raise ValueError(f"expert_parallel.num_experts_attr: the model's config has {wanted}, not {counts}")
 

@@ -19,7 +19,7 @@ from zero.core import comm
 from zero.core.agree import agree
 from zero.core.comm import Axis
 from zero.core.hooks import tensors_in
-from zero.core.owner import cut_of
+from zero.core.owner import axes_of, cut_of
 from zero.core.tensors import map_leaves
 from zero.parallel.pipeline.partition import in_eval
 from zero.parallel.tensor.forward import Scope, values_said
@@ -43,7 +43,8 @@ class FirstStep:
         self._errors: dict[str, float] = {}
         self._handles: list[RemovableHandle] = []
         for name, param in model.named_parameters():
-            if name not in cut and cut_of(param) is None and param.requires_grad:
+            summed = name not in plan.places and "tp" in axes_of(param).sums  # as what experts have in common
+            if name not in cut and cut_of(param) is None and param.requires_grad and not summed:
                 self._errors[name] = 0.0
                 self._handles.append(param.register_hook(self._watch(name)))
 

@@ -49,8 +49,11 @@ MODULES = {
     ),
     "module_inject.tp_shard": Names(names_from(_HELPERS, "get_shard_size_list")),
     "moe": Names(modules="layer utils"),
-    "moe.layer": Names(refused=("MoE",)),
-    "moe.utils": Names(names_from(_HELPERS, "is_moe_param split_params_into_different_moe_groups_for_optimizer")),
+    "moe.layer": Names(names_from("zero.compat.moe", "MoE")),
+    "moe.utils": Names(
+        names_from(_HELPERS, "is_moe_param split_params_into_different_moe_groups_for_optimizer")
+        | names_from("zero.compat.moe", "has_moe_layers")
+    ),
     "ops": Names({"__compatible_ops__": "deepspeed.ops.op_builder"}, (), "adam adagrad aio lamb lion op_builder"),
     "ops.adam": Names(names_from(_FUSED, "DeepSpeedCPUAdam FusedAdam")),
     "ops.adagrad": Names(names_from(_FUSED, "DeepSpeedCPUAdagrad")),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed import _helpers
+from deepspeed._accelerate import gather_parts
 from deepspeed._sentence_transformers import save_whole
 from deepspeed.comm import _engines, init_distributed
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
@@ -73,6 +74,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     if given.get("dist_init_required") is not False:
         init_distributed()
     save_whole()
+    gather_parts()
     for name in ("config", "config_params"):
         if given.get(name) is not None:
             given[name] = _fitting(read(given[name]).values, given.get("model"))
