@@ -156,7 +156,7 @@ def recomputed(
             if inputs is not None:
                 around.enter_context(inputs.around(again))
             around.enter_context(HOLDER.within(Scope(None, HOLDER.scope.inside + 1)))
-            around.enter_context(values.running(again))
+            around.enter_context(values.running())
             around.enter_context(later if again else first)
             out = fn(*positional, **named)
         buffers.extend(changed(before))
