@@ -43,13 +43,20 @@ class DispatchedForward(ReplacedForward):
         self.ranks, self.peers = ranks, peers
         self.seen: Tensor | None = None
         self._found, self._local = found, found.count // ranks.size
-        self._names = [*inspect.signature(self.plain).parameters][:3]
+        self._takes = inspect.signature(self.plain)
         self._compared = has_dropout([*self.module.modules()])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the module's own forward: the sum over k of weights [n, k] x experts [n, k] of tokens [n, width]."""
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        x, index, weights = (given[name] for name in self._names)
+        """As the module's own forward: the sum over k of weights [n, k] x experts [n, k] of tokens [n, width].
+
+        It is never compiled, whoever calls it: what is exchanged has other sizes each time.
+        """
+        return (torch.compiler.disable(self._call) if torch.compiler.is_compiling() else self._call)(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, index, weights, *more = self._takes.bind(*args, **kwargs).arguments.values()
+        if more:
+            raise TypeError(f"'{self._found.name}': experts over ranks take tokens, experts and weights, and no more")
         if self.peers.size == 1:
             return self._run(x, index, weights)
         how = self.peers, 0, sizes_of(len(x), self.peers.size)
