@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from zero.core.kept import Values, kept
 from zero.recompute.call import recomputed
-from zero.recompute.kept import Values, kept
 
 
 class Factors:

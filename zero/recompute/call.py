@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from zero.core.kept import Values
 from zero.core.torch_private import saves_tensors_by_hooks
 from zero.log import log_once
 from zero.recompute.holder import HOLDER, Scope
-from zero.recompute.kept import Values
 from zero.recompute.saved_inputs import InputStore, restored
 from zero.recompute.selective import Contexts
 

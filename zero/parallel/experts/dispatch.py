@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from zero.core.comm import Axis
+from zero.core.kept import kept
 from zero.core.replaced_forward import ReplacedForward
 from zero.core.torch_private import backward_task
 from zero.parallel.experts.find import Experts
 from zero.parallel.tensor import moves
 from zero.parallel.tensor.forward import has_dropout
 from zero.plan.tensors import sizes_of
-from zero.recompute.kept import kept
 
 
 class Routes(NamedTuple):
