@@ -135,8 +135,8 @@ def test_a_dry_run_prints_the_groups(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("form", "text"),
     [
-        (EP, "expert_parallel.autoep_size: is not planned for yet"),
-        (TP, "of a number of parameters no layers are known"),
+        (EP, "expert_parallel.autoep_size: of a number of parameters no layers are known"),
+        (TP, "tensor_parallel.autotp_size: of a number of parameters no layers are known"),
     ],
 )
 def test_what_does_not_count_on_parts_of_a_model_says_so(tmp_path, capsys, form, text):

@@ -20,6 +20,7 @@ from zero.config import Config
 from zero.core.hooks import tensors_in
 from zero.core.sharded_module import ShardedModule
 from zero.core.torch_private import untransformed
+from zero.engine.expert_tokens import ExpertTokens, line_of, share_of_fullest
 from zero.engine.hashing import hash_of, hash_tensor
 from zero.engine.status import Status
 from zero.engine.unit_norms import UnitNorms
@@ -30,6 +31,7 @@ from zero.monitor.printer import Printer, in_mib, memory
 from zero.monitor.step_record import Line, StepRecord
 from zero.optim.norm import RankFlags, RankReport
 from zero.optim.optimizer import ZeroOptimizer
+from zero.parallel.experts.cutting import CutExperts
 from zero.plan.grid import DATA
 from zero.plan.memory import HostBytes, StateBytes
 from zero.watchdog.hang_report import ranks_text
@@ -54,7 +56,14 @@ class StepRecorder:
     Without a wait for the device that the step does not have anyway: what a record says was read with the norm.
     """
 
-    def __init__(self, config: Config, sharded: ShardedModule, optimizer: ZeroOptimizer | None, status: Status) -> None:
+    def __init__(
+        self,
+        config: Config,
+        sharded: ShardedModule,
+        optimizer: ZeroOptimizer | None,
+        status: Status,
+        experts: CutExperts | None = None,
+    ) -> None:
         self._config = config
         self._sharded = sharded
         self._optimizer = optimizer
@@ -65,6 +74,7 @@ class StepRecorder:
         self._printer = Printer(config, sharded.device) if speaks else None
         every = config.zero.unit_norms if optimizer is not None else 0
         self._norms = UnitNorms(sharded, optimizer, every) if every else None
+        self._experts = None if experts is None else ExpertTokens(config, sharded, experts)
         self._running = _Running()
         self._awaits_batch = sharded.world.size > 1
         self._fresh: dict[str, Any] = {}  # values that the script has logged in the running step
@@ -157,6 +167,8 @@ class StepRecorder:
 
         counts: of the micro-batches in the mean of the step, where that is over such counts.
         """
+        if self._experts is not None:
+            self._experts.gather(self._status.global_steps + 1)
         running = self._running
         known = RankReport(batch=running.batch, tokens=running.tokens)
         if self._norms is not None:
@@ -174,6 +186,8 @@ class StepRecorder:
         self._running, self._fresh = _Running(), {}
         self.monitor.hold(None)
         took, self._ended = at - (at if self._ended is None else self._ended), at
+        if self._experts is not None:
+            self._experts.step_ended()
         step, global_samples = self._status.global_steps, self._status.global_samples
         return StepRecord(step=step, seconds=took, samples=samples, global_samples=global_samples, values=values)
 
@@ -183,6 +197,10 @@ class StepRecorder:
         first = self._sharded.world.global_rank == 0
         if self._norms is not None and first and reports[0].squares:  # of the step before
             self.monitor.tell(self._norms.line(reports, record.step - 1, record.global_samples - record.samples))
+        if self._experts is not None and (tokens := self._experts.take()) and first:
+            self.monitor.tell(line_of(tokens, record.step, record.global_samples))
+            if self._printer is not None:
+                self._printer.keep({"fullest_expert": round(max(map(share_of_fullest, tokens.values())), 3)})
         if not self._listens:
             return
         record = self._completed(record, reports)

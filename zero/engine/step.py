@@ -86,7 +86,7 @@ class TrainingStep:
         config = accumulation.config
         every = config.zero.check_replicas
         self.recomputing = recomputing
-        self.recorder = StepRecorder(config, sharded, optimizer, status)
+        self.recorder = StepRecorder(config, sharded, optimizer, status, forms.experts)
         self.forms = forms
         self.randomness: Randomness | None = None
         if sharded.numerics.tree or forms.tensors is not None:

@@ -19,6 +19,7 @@ Each line has "event":
     log         time, step, values: given to engine.log for a step that had ended, or behind the last one
     warning     time, text: what the log warned of
     unit_norms  time, step, units {name: [gradient, parameter, update]}: L2 norms over all ranks; rank 0 only
+    experts     time, step, tokens {module: [of each expert]}: over all ranks, since the last such line; rank 0 only
     timeline    time, step, spans [[stream, name, start_s, end_s], ...], from the beginning of the step
     phase       time, phase: the call of the engine that the rank is in, waits: the collective that it waits for;
                 written after a second without other lines, and only if it has changed

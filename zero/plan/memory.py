@@ -117,7 +117,7 @@ def _piece_nbytes(where: Where, *kinds: Sequence[tuple[str, int]]) -> list[int]:
 class Scheme:
     """How an engine cuts, sends and keeps its state.
 
-    parts, replicas: sizes of the shard axis, of all units or of each, and of the replica axis;
+    parts, replicas: sizes of the shard axis and of the replica axis, of all units or of each;
     secondary:       with hpZ, ranks that hold a second copy of the parameters, 1 for none;
     accumulation:    micro-batches of a step;
     accumulate, resting: the dtypes of sums of gradients, on the device and off it;
@@ -132,7 +132,7 @@ class Scheme:
 
     sharding: Sharding
     parts: Parts = 1
-    replicas: int = 1
+    replicas: Parts = 1
     secondary: int = 1
     formats: Formats = _ADAM
     accumulation: int = 1
@@ -286,10 +286,11 @@ def in_flight_nbytes(units: Sequence[UnitPlan], scheme: Scheme) -> list[InFlight
 
     Frozen units have none. Kept sums and buffers are not counted.
     """
-    parts, replicas, collected = scheme.parts, scheme.replicas, scheme.collected
-    size, sent = parts if parts > 1 else replicas, []
+    each = [*zip(of_each(scheme.parts, units), of_each(scheme.replicas, units), strict=True)]
+    collected, sent = scheme.collected, []
     trained = [index for index, unit in enumerate(units) if is_updated(unit)][::-1]
-    for unit in (units[index] for index in trained):
+    for unit, (parts, replicas) in ((units[index], each[index]) for index in trained):
+        size = parts if parts > 1 else replicas
         dtype = scheme.travel or (scheme.accumulate if collected else unit.dtype)
         # A buffer that is whole on every rank and in fp32 receives the sum, and is counted as the sum.
         stays = collected or (parts == 1 and dtype == scheme.accumulate == "fp32")
@@ -302,7 +303,7 @@ def in_flight_nbytes(units: Sequence[UnitPlan], scheme: Scheme) -> list[InFlight
         early = own if max(sizes) > TOGETHER or sum(sizes) > 2 * TOGETHER else 0
         sent.append((own + (arriving if size > 1 else 0), own, early, max(sizes), sizes[0]))
     # A unit's messages may take as long as the next unit computes, or the next two if gradients stay anyway.
-    width = 3 if replicas > 1 and parts == 1 else 2
+    width = 3 if any(replicas > 1 and parts == 1 for parts, replicas in each) else 2
     found = [InFlight(0, 0)] * len(units)
     wide: dict[str, list[int]] = {}  # by anchor, units of several modules, by index in `trained`
     for place, index in enumerate(trained):

@@ -12,7 +12,7 @@ from zero.plan.memory import Scheme
 from zero.plan.order import ForeseenUse, Limits, uses
 from zero.plan.placement import Where, place
 from zero.plan.sharding import Sharding, summed_here
-from zero.plan.units import UnitPlan
+from zero.plan.units import Parts, UnitPlan, of_each
 
 DEVICE, HOST, FILE = Where.DEVICE.value, Where.HOST.value, Where.FILE.value
 
@@ -77,7 +77,7 @@ def scheme_of(
     if once and not settings.reduces_each:  # gradients add up over a schedule
         sharding = replace(sharding, grads=False)
     parts = (choice.shard_size or settings.summed) if sharding.optim else 1
-    resharded = sharding.params and (parts > 1 or choice.params != DEVICE)
+    parts_of, replicas = _of_each(units, settings, parts, sharding.optim)
     accumulate, travel = settings.data_types.grad_accum_dtype or "fp32", settings.communication_data_type
     state, limits = section.offload_optimizer, Limits.of_section(section)
     ratio = 1.0 if state.ratio == "auto" else state.ratio
@@ -85,23 +85,16 @@ def scheme_of(
     streamed = mirrored and (state.zero.update != "host" if streamed is None else streamed)
     collected = accumulation > 1 and not sharding.grads
     sent = travel or (accumulate if collected else settings.compute_dtype)
-    coded = resharded and parts > 1 and section.zero_quantized_weights, parts > 1 and section.zero_quantized_gradients
+    cut = parts > 1
+    coded = cut and sharding.params and section.zero_quantized_weights, cut and section.zero_quantized_gradients
     together = per_host is None or (parts if parts > 1 else settings.summed) <= per_host
     native = mirrored and not coded[1] and ITEMSIZE[sent] > summed_here(zero.reduce, together)
     rounded = accumulation == 1 and (settings.summed == 1 or native) and zero.reduce != "tree" and travel is None
-    found = uses(
-        [unit.anchor for unit in units],
-        [sum(spec.numel for spec in unit.params) for unit in units],
-        [ITEMSIZE[unit.dtype] * unit.layout.numel for unit in units],
-        limits,
-    )
-    if once:
-        whole = sum(ITEMSIZE[unit.dtype] * unit.layout.numel for unit in units)
-        found = [use._replace(whole=whole) for use in found]
+    resharded = [sharding.params and (own > 1 or choice.params != DEVICE) for own in of_each(parts_of, units)]
     return Scheme(
         sharding=sharding,
-        parts=parts,
-        replicas=settings.summed // parts,
+        parts=parts_of,
+        replicas=replicas,
         secondary=choice.secondary,
         formats=formats,
         accumulation=accumulation,
@@ -109,9 +102,28 @@ def scheme_of(
         resting=resting_dtype(settings.compute_dtype, accumulate, rounded),
         travel=travel,
         limits=limits,
-        placements=place(units, parts, *where, ratio, section.offload_param.max_in_cpu, streamed),
+        placements=place(units, parts_of, *where, ratio, section.offload_param.max_in_cpu, streamed),
         mirrored=mirrored,
         native=native,
         coded=coded,
-        uses=found if resharded else [ForeseenUse(use.unit, False, 0) for use in found],
+        uses=_uses(units, resharded, limits, once),
     )
+
+
+def _uses(units: Sequence[UnitPlan], resharded: Sequence[bool], limits: Limits, once: bool) -> list[ForeseenUse]:
+    """The uses of a micro-batch, of units of which some are gathered for each, or `once` for a step."""
+    nbytes = [ITEMSIZE[unit.dtype] * unit.layout.numel * cut for unit, cut in zip(units, resharded, strict=True)]
+    sizes = [sum(spec.numel for spec in unit.params) for unit in units]
+    found = uses([unit.anchor for unit in units], sizes, nbytes, limits)
+    found = [use._replace(whole=sum(nbytes)) for use in found] if once else found
+    return [use._replace(gathered=use.gathered and resharded[use.unit]) for use in found]
+
+
+def _of_each(units: Sequence[UnitPlan], settings: Config, parts: int, sharded: bool) -> tuple[Parts, Parts]:
+    """Ranks along shard and replica, for all units, or for each where experts have others than dense ones."""
+    tp, ep, replicas = settings.grid.size("tp"), settings.grid.size("ep"), settings.summed // parts
+    if tp == ep or not any("ep" in unit.axes.parts for unit in units):
+        return parts, replicas
+    size = parts if sharded else replicas
+    found = [size * tp // ep if "ep" in unit.axes.parts else size for unit in units]
+    return (found, replicas) if sharded else (parts, found)

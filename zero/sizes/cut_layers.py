@@ -1,4 +1,4 @@
-"""Layers cut over tensor-parallel ranks before a run: a copy of the model on the meta device, cut as rank 0 has it.
+"""Layers and experts divided among ranks before a run: a copy of the model on the meta device, cut as rank 0 has it.
 
 No other rank has larger parts. The copy runs the forwards of the engine, with ranks that are not there.
 """
@@ -16,11 +16,15 @@ from torch import nn
 
 from zero.config import Config
 from zero.core.comm import Axis
-from zero.core.owner import placed_as
+from zero.core.owner import cut_of, placed_as
+from zero.parallel.experts.cutting import RECORD as EXPERTS
+from zero.parallel.experts.cutting import divided, places_of
 from zero.parallel.tensor.cutting import RECORD, CutModel, place, planned, replaced
 from zero.parallel.tensor.forward import Section
 from zero.parallel.tensor.plan import TensorPlan
 from zero.parallel.tensor.styles import linears_of
+from zero.plan.formats import ITEMSIZE
+from zero.sizes.expert_messages import PlannedForward
 
 _WORDS = {"out": "column", "in": "row", "rows": "vocabulary"}
 
@@ -38,7 +42,7 @@ def meta_copy(module: nn.Module) -> nn.Module:
     }
     memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
     record: CutModel | None = module.__dict__.get(RECORD)
-    memo |= {id(record): None} if record is not None else {}
+    memo |= {id(each): None for each in (record, module.__dict__.get(EXPERTS)) if each is not None}
     copied = copy.deepcopy(module, memo)
     if record is not None:
         axis = nobody(record.axis.size, record.axis.rank)
@@ -61,15 +65,24 @@ class CutCopy:
         """Raises ValueError where an engine would: nothing tells how the model is cut, or ranks do not divide it."""
         self.module = meta_copy(model)
         self.settings = settings
-        plan = planned(self.module, settings, 0)
-        self.plan = plan if isinstance(plan, TensorPlan) else None  # None: its maker has cut it
-        places = {} if self.plan is None else self.plan.places
+        found = divided(self.module, settings, 0)
+        self.experts = found if isinstance(found, list) else []
+        self.sends: list[PlannedForward] = []  # the forwards of experts, when messages are known
+        plan = planned(self.module, settings, 0, [each.name for each in self.experts])
+        self.plan = plan if isinstance(plan, TensorPlan) else None  # None: no layer is cut, or its maker has done it
+        ranks = nobody(settings.grid.size("ep"))
+        places = dict(places_of(self.module, self.experts, ranks, settings.grid.size("tp") > 1))
+        places |= {} if self.plan is None else self.plan.places
         for name, param in self.module.named_parameters():
             if name in places:
                 place(param, places[name], 0)
 
     def text(self) -> Iterator[str]:
         """Lines that say what is cut, how, and what is whole; layers that repeat are one."""
+        if self.experts:
+            yield from self._expert_text()
+        if self.plan is None and self.settings.grid.size("tp") == 1:
+            return
         if self.plan is None:
             yield "Layers are cut by hand, as zero.set_cut says."
             return
@@ -77,6 +90,18 @@ class CutCopy:
         rows = folded(_fates(self.module, self.plan))
         width = max(len(name) for name, *_ in rows)
         yield from (f"  {name:<{width}}  {kind:<10} {rest}" for name, (kind, rest), _ in rows)
+
+    def _expert_text(self) -> Iterator[str]:
+        """Lines that say how many experts a rank has, and the bytes of their parameters."""
+        itemsize, found = ITEMSIZE[self.settings.compute_dtype], []
+        for name, module, count, stacks in self.experts:
+            nbytes = itemsize * sum(module._parameters[stack].numel() for stack in stacks)
+            whole = itemsize * sum(cut_of(module._parameters[stack]).full_numel for stack in stacks)
+            found.append((name, f"{count * nbytes // whole} of {count} experts, {nbytes:,} bytes of {whole:,}"))
+        yield f"Experts are divided over {self.settings.grid.size('ep')} ranks, which have equally many:"
+        rows = folded(found)
+        width = max(len(name) for name, *_ in rows)
+        yield from (f"  {name:<{width}}  {said}{' each' * (times > 1)}" for name, said, times in rows)
 
 
 def _fates(module: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, tuple[str, str]]]:

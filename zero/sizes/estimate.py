@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 GB = 1e9
 STEP = "<step>"
-TP = "tensor_parallel.autotp_size"
+TP, EP = "tensor_parallel.autotp_size", "expert_parallel.autoep_size"
 _MUON_OF_SHAPE = ({"use_muon": True}, {"use_muon": False})  # the groups that `units_of` makes
 DEFAULT = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {}}}
 
@@ -140,7 +140,7 @@ def estimate(
     """Bytes on rank 0 of `ranks` ranks, by kind, stage and placement; in a pipeline, on the rank that has the most.
 
     Others have the same, but for what moments in fewer bits take, of which a shard of norms and biases has none, and of
-    layers that are cut over ranks, of which rank 0 has the most. Notes say what is cut, and how.
+    layers that are cut over ranks, of which rank 0 has the most. Notes say what is cut or divided, and how.
 
     model: a module, also one on the meta device: nothing is allocated; its leaf modules are marked, as by `initialize`.
     Or a number of parameters, of which a transformer is made, with `layers` and `width` where they are known.
@@ -150,11 +150,11 @@ def estimate(
     """
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device: got {device!r}, wanted 'cuda' or 'cpu'")
-    settings = load(DEFAULT if config is None else config, ranks, filled=False, refused=("ep",))
+    settings = load(DEFAULT if config is None else config, ranks, filled=False)
     if isinstance(model, int | float):
         model = shape_of(model, layers, width)
         what = str(model)
-    cut = _cut(model, settings) if settings.grid.size("tp") > 1 else None
+    cut = _cut(model, settings) if settings.grid.size("tp") > 1 or settings.grid.size("ep") > 1 else None
     model = model if cut is None else cut.module
     formats, notes = state_formats(model, settings)
     units = units_of(model, settings, formats.alignment)
@@ -244,10 +244,11 @@ def units_of(model: nn.Module | Shape, settings: Config, alignment: int = ALIGNM
 
 def _cut(model: nn.Module | Shape, settings: Config) -> CutCopy:
     """What rank 0 has of a model whose layers are cut. Raises ValueError where an engine would."""
+    key = TP if settings.grid.size("tp") > 1 else EP
     if isinstance(model, Shape):
-        raise ValueError(f"{TP}: of a number of parameters no layers are known; give a model")
+        raise ValueError(f"{key}: of a number of parameters no layers are known; give a model")
     if (pp := settings.grid.size("pp")) > 1:
-        raise ValueError(f"{TP}: is not planned together with pipeline.stages {pp}; leave one of the two out")
+        raise ValueError(f"{key}: is not planned together with pipeline.stages {pp}; leave one of the two out")
     from zero.sizes.cut_layers import CutCopy
 
     return CutCopy(model, settings)

@@ -37,7 +37,7 @@ class CutExperts:
         here = set(model.modules())
         found = [each for each in found if each.module in here]
         self.ranks, self.peers = meshes.along("ep"), meshes.along("tp")
-        places = dict(_places(model, found, self.ranks, self.peers.size > 1))
+        places = dict(places_of(model, found, self.ranks, self.peers.size > 1))
         refuse_graphs({name: place.param for name, place in places.items() if place.cut is not None})
         model.__dict__[RECORD] = self
         shapes = {name: place.cut.shape for name, place in places.items() if place.cut is not None}
@@ -105,7 +105,7 @@ def divided(model: nn.Module, settings: Config, rank: int) -> list[Experts] | Cu
     return experts_of(model, settings.expert_parallel, len(ranks))
 
 
-def _places(model: nn.Module, found: Sequence[Experts], ranks: Axis, shared: bool) -> Iterator[tuple[str, Place]]:
+def places_of(model: nn.Module, found: Sequence[Experts], ranks: Axis, shared: bool) -> Iterator[tuple[str, Place]]:
     """Where parameters of experts are, by name.
 
     What all experts of a module have in common stays whole; with `shared` tokens each rank sees a part of them.

@@ -35,7 +35,7 @@ class DispatchedForward(ReplacedForward):
     """The forward of one module of experts, of which this rank has a part.
 
     ranks: those that divide the experts; peers: those with the same tokens (tensor parallel), of which each sends a
-    part; seen: the tokens of each local expert since somebody looked.
+    part; seen: the tokens of each local expert in training, since somebody looked.
     """
 
     def __init__(self, found: Experts, ranks: Axis, peers: Axis) -> None:
@@ -80,7 +80,7 @@ class DispatchedForward(ReplacedForward):
         counts.scatter_add_(0, ids.clamp(max=self._found.count), torch.ones_like(ids, dtype=torch.long))
         mine = counts[:-1].view(self.ranks.size, self._local)
         told = moves.all_to_all(mine, self.ranks)
-        if backward_task() < 0:  # and not once more where a forward is recomputed
+        if self.module.training and backward_task() < 0:  # and not once more where a forward is recomputed
             tokens = told.sum(0)
             self.seen = tokens if self.seen is None else self.seen + tokens
         sent, received = torch.stack([mine.sum(1), told.sum(1)]).tolist()

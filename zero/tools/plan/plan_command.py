@@ -24,7 +24,7 @@ from zero.memory.available import available_nbytes
 from zero.plan.formats import ITEMSIZE
 from zero.plan.grid import AXES, DATA, PARTS_OF_MODEL, Grid, by_axis
 from zero.sizes.cost import ModelCost, shape_cost
-from zero.sizes.estimate import DEFAULT, GB, TP, estimate
+from zero.sizes.estimate import DEFAULT, EP, GB, TP, estimate
 from zero.sizes.lines import of_each, wrapped
 from zero.sizes.rates import DEVICES, Rates
 from zero.sizes.shape import Shape, shape_of
@@ -34,11 +34,13 @@ from zero.tools.plan.table import name_of, nothing_fits, over_worlds, summary, t
 if TYPE_CHECKING:
     from torch import nn
 
+_ENABLED = "expert_parallel.enabled"
 _DEVICE = "h100"  # where none is named
 _SEQUENCE = 4096
 _FORMS = {  # keys that say the size of an axis, of which the first is set; what is not predicted, and what is
     "pp": (("pipeline.stages",), "pipelines", "bytes and the bubble", "--json and --sequence"),
     "tp": ((TP, "tensor_parallel.tp.tp_size"), "layers that are cut", "bytes and messages", "--json"),
+    "ep": ((EP, "expert_parallel.ep_size"), "experts that are divided", "bytes and messages", "--json"),
 }
 WORLDS = tuple(1 << bit for bit in range(11))  # that are compared where none is named
 
@@ -105,7 +107,7 @@ def _check(given: argparse.Namespace) -> None:
         _check_form(given, axis)
     if shared := by_axis({axis: size for axis in ("cp", "sp") if (size := getattr(given, axis))}).get("cp"):
         given.config = read(given.config or DEFAULT).values | {"sequence_parallel_size": shared}
-    for axis in ("dp_shard", "dp_replicate", "ep"):
+    for axis in ("dp_shard", "dp_replicate"):
         if getattr(given, axis) not in (None, 1):
             raise ValueError(f"--{axis.replace('_', '-')}: it is not planned; leave it out, or say zero.shard_size")
     if given.device == "measured" and not given.world:
@@ -124,12 +126,14 @@ def _check_form(given: argparse.Namespace, axis: str) -> None:
     keys, slow, known, without = _FORMS[axis]
     key = next((key for key in keys if lookup(source.values, key) not in (None, 0)), keys[0])
     size = lookup(source.values, key)
+    if axis == "ep" and not lookup(source.values, _ENABLED):
+        size = None
     if said not in (None, size):
         if size not in (None, "auto", 0):
             raise ValueError(f"--{axis}: got {said}, but {key} is {size!r} in {source.name}; keep one of the two")
         if source.errors:  # which a dict would not show
             raise ConfigError(source.errors, source.name)
-        size, given.config = said, apply(source.values, {key: said})
+        size, given.config = said, apply(source.values, {key: said} | ({_ENABLED: True} if axis == "ep" else {}))
     setattr(given, axis, size)
     if isinstance(size, int) and size > 1 and not _is_estimate(given):
         raise ValueError(
@@ -140,7 +144,9 @@ def _check_form(given: argparse.Namespace, axis: str) -> None:
 
 def _is_estimate(given: argparse.Namespace) -> bool:
     """Whether bytes are asked for and nothing that takes a search."""
-    timed = given.json or (given.sequence and given.tp in (None, 0, 1))  # which says how large messages along tp are
+    timed = given.json or (
+        given.sequence and {given.tp, given.ep} <= {None, 0, 1}
+    )  # which says how large messages along tp are
     return given.device in ("cuda", "cpu") and len(given.world or WORLDS) == 1 and not timed
 
 
@@ -169,9 +175,9 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _of_cut_layers(given: argparse.Namespace, source: PlannedModel) -> Iterator[str]:
-    """What ranks that layers are cut over send in a micro-batch; nothing where they are not."""
+    """What ranks that layers or experts are divided among send in a micro-batch; nothing where they are not."""
     settings = load(given.config or DEFAULT, (given.world or WORLDS)[0], filled=False)
-    if settings.grid.size("tp") == 1 or source.inputs is None:
+    if {settings.grid.size("tp"), settings.grid.size("ep")} == {1} or source.inputs is None:
         return
     from zero.sizes.cut_layers import CutCopy
     from zero.sizes.layer_messages import message_text
