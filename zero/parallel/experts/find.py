@@ -144,14 +144,10 @@ def _check(model: nn.Module, found: Sequence[Experts], section: ExpertParallel, 
                 f"{_WHERE} {ranks} does not divide the {each.count} experts of '{each.name}'; "
                 f"{' or '.join(map(str, sorted(nearest)))} do"
             )
-        trained = {name: each.module._parameters[name].requires_grad for name in each.stacks}
-        if len({*trained.values()}) > 1 and each.module._parameters[each.stacks[0]].ndim > 3:
-            raise ValueError(f"{_WHERE} {ranks}: of '{each.name}' only some stacks are trained: {trained}")
-    config = getattr(model, "config", None)
-    wanted = getattr(config, section.num_experts_attr or "", None)
-    if wanted is not None and any(each.count != wanted for each in found):
+    attribute, config = section.num_experts_attr, getattr(model, "config", None)
+    if attribute is not None and {getattr(config, attribute, None)} != {each.count for each in found}:
         counts = {each.name: each.count for each in found}
-        raise ValueError(f"expert_parallel.num_experts_attr: the model's config has {wanted}, not {counts}")
+        raise ValueError(f"expert_parallel.num_experts_attr: config.{attribute} does not say what is found: {counts}")
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
