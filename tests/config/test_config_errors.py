@@ -57,6 +57,8 @@ is none: nothing to repeat at position 0
     tensor_parallel.partition_config.layer_specs[1].partition_dim: got 1, wanted 0, the dim of a column
 {"tensor_parallel": {"partition_config": {"layer_specs": {"patterns": "a"}}}}
     tensor_parallel.partition_config.layer_specs: got {"patterns": "a"}, wanted a list of objects
+2 {"expert_parallel": {"enabled": true, "autoep_size": 2}, "zero": {"reduce": "tree"}}
+    zero.reduce: got 'tree' with ep 2, and gradients of experts have another order of sums; use 'auto'
 2 {"tensor_parallel": {"autotp_size": 2, "reduce": "tree"}}
     tensor_parallel.reduce: got 'tree' with zero.reduce 'auto', whose norms, and on other data ranks gradients, have \
 other bits; set zero.reduce to 'tree', too

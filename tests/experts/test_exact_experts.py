@@ -5,16 +5,20 @@ The numbers are integers and powers of two, so that no sum rounds in any order: 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from cut_models import integers, place_of, plain, trained
-from expert_models import Experts, json_with
+from expert_models import Experts, Stacks, json_with
 from marks import longer
+
+import zero
 
 GRIDS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, ep, and what else the JSON says
     "ep 2": (2, 2, {}),
@@ -90,3 +94,59 @@ def with_positions(number: int, place: int) -> dict[str, torch.Tensor]:
 def test_blocks_that_are_recomputed(world: int, policy: str) -> None:
     recompute = {"recompute": {"modules": ["Block"], "policy": policy}}
     one("ep 2" if world == 2 else "ep 4", 3, "all", zero=recompute)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "stage"), longer((2, 1), (2, 3)))
+def test_blocks_that_are_compiled(world: int, stage: int) -> None:
+    """What is between the exchanges is; they are called as they are."""
+    found = trained(Experts, json_with(2, stage), integers, place_of(1), steps=2, compiler="eager")
+    for name, grad in plain(Experts, integers, 2)["grads"].items():
+        assert torch.equal(found["grads"][name], grad), name
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "stage"), longer((2, 0), (2, 1), (2, 2), (2, 3)))
+def test_stacks_of_which_one_is_frozen(world: int, stage: int) -> None:
+    """The other one trains; ranks whose experts get no token exchange what the others do."""
+
+    def make() -> Experts:
+        model = Experts(only=(0, 3))
+        for block in model.blocks:
+            block.mix.experts.up.requires_grad_(False)
+        return model
+
+    found, wanted = trained(make, json_with(2, stage, 2), integers, place_of(1)), plain(make, integers, 2, 2)
+    for name, grad in wanted["grads"].items():
+        assert found["grads"][name] is grad is None or torch.equal(found["grads"][name], grad), name
+
+
+@pytest.mark.ranks(2)
+def test_more_than_tokens_experts_and_weights_is_refused() -> None:
+    """What the model would do with it is not known."""
+
+    class Scaled(Stacks):
+        def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, scale: float = 1.0) -> Any:
+            return super().forward(x, index, weights) * scale
+
+    model = Experts()
+    model.blocks[0].mix.experts.__class__ = Scaled
+    engine, *_ = zero.initialize(model=model, config=json_with(2))
+    engine(**integers(0, 0))
+    plain = model.blocks[0].mix.experts
+    x, index, weights = torch.ones(2, 8), torch.tensor([[0], [3]]), torch.ones(2, 1)
+    assert torch.equal(plain(x, weights=weights, index=index), plain(x, index, weights))
+    with pytest.raises(TypeError, match=r"'blocks\.0\.mix\.experts': .* no more"):
+        plain(x, index, weights, scale=2.0)
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("says", "wanted"), [(4, ""), (5, "n_experts"), (None, "n_experts")])
+def test_the_number_of_experts_is_that_of_the_config(says: int | None, wanted: str) -> None:
+    model = Experts()
+    if says is not None:
+        model.config = SimpleNamespace(n_experts=says)
+    json = json_with(2) | {"expert_parallel": {"enabled": True, "ep_size": 2, "num_experts_attr": "n_experts"}}
+    with pytest.raises(ValueError, match=wanted) if wanted else contextlib.nullcontext():
+        zero.initialize(model=model, config=json)[0].destroy()

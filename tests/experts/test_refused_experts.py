@@ -75,7 +75,7 @@ def test_what_was_found_is_said() -> None:
     both["other"] = Called(6, 6)  # another number, which the ranks divide, too
     assert len(experts_of(both, ExpertParallel(enabled=True, moe_layer_pattern="good|other"), 2)) == 2
     both.config = SimpleNamespace(num_experts=4)
-    assert "the model's config has 4, not {'good': 4, 'other': 6}" in said(
+    assert "config.num_experts does not say what is found: {'good': 4, 'other': 6}" in said(
         both, moe_layer_pattern="good|other", num_experts_attr="num_experts"
     )
 

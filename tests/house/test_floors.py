@@ -45,7 +45,7 @@ FLOORS = {
 STEPS_OF_CORE = {"zero.core": 0} | {
     f"zero.core.{name}": number
     for number, names in {
-        0: "torch_private quantized_params weak",
+        0: "torch_private quantized_params weak kept",
         1: "tensors tree leaf kinds micro_batches replaced_forward",
         2: "comm released",
         3: "world p2p",

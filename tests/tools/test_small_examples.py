@@ -1,7 +1,8 @@
 """The promise: the examples for images and for masked language modelling learn, and count each sample once.
 
 The server of the third has the weights of the trainer after each message, of which the later ones are small. A model in
-stages learns, too, and the times of one in pieces are drawn. One whose layers are cut has the losses of one process.
+stages learns, too, and the times of one in pieces are drawn. One whose layers are cut has the losses of one process, as
+has a mixture whose experts are divided.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +27,9 @@ from ranks import Pool
 
 import zero
 
-IMAGES, MASKED, SERVE, PIPELINE, TENSORS = (
-    str(ROOT / "examples" / name / "train.py") for name in ("images", "masked", "serve", "pipeline", "tensors")
+IMAGES, MASKED, SERVE, PIPELINE, TENSORS, EXPERTS = (
+    str(ROOT / "examples" / name / "train.py")
+    for name in ("images", "masked", "serve", "pipeline", "tensors", "experts")
 )
 
 
@@ -102,13 +105,22 @@ def test_a_model_in_stages_learns(pool: Pool, tmp_path: Path) -> None:
     assert len(losses) == 6 and losses[0] > losses[-1] + 0.2
 
 
-def losses_of_cut_layers(tp: int, stage: int, sequences: bool, steps: int) -> tuple[list[float], str]:
-    config = json.loads(Path(TENSORS).with_name("zero.json").read_text())
-    config["tensor_parallel"] |= {"autotp_size": tp, "sequence_parallel": sequences}
+def losses_of(path: str, stage: int, section: str, steps: int, **values: Any) -> tuple[list[float], str]:
+    """Of an example, by its JSON with these values in a section."""
+    config = json.loads(Path(path).with_name("zero.json").read_text())
+    config[section] |= values
     config["zero_optimization"]["stage"] = stage
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        losses = runpy.run_path(TENSORS)["main"](config, steps)
+        losses = runpy.run_path(path)["main"](config, steps)
     return losses, said.getvalue()
+
+
+def losses_of_cut_layers(tp: int, stage: int, sequences: bool, steps: int) -> tuple[list[float], str]:
+    return losses_of(TENSORS, stage, "tensor_parallel", steps, autotp_size=tp, sequence_parallel=sequences)
+
+
+def losses_of_experts(ep: int, stage: int, steps: int) -> tuple[list[float], str]:
+    return losses_of(EXPERTS, stage, "expert_parallel", steps, enabled=ep > 1, autoep_size=ep)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +139,19 @@ def test_layers_over_ranks_change_no_loss(pool: Pool, steps: int, grids: list[tu
             assert losses == pytest.approx(alone, rel=2e-5)
             here = int(re.findall(r"works with ([\d,]+)", said)[0].replace(",", ""))
             assert 186_944 / tp <= here < 186_944 / tp * 1.4
+
+
+@pytest.mark.parametrize(
+    ("steps", "grids"), [(4, [(2, 2, 3)]), *longer((16, [(4, 2, 3), (2, 2, 1), (4, 4, 0), (4, 2, 2)]))]
+)
+def test_experts_over_ranks_change_no_loss(pool: Pool, steps: int, grids: list[tuple[int, int, int]]) -> None:
+    """By the configuration alone; a rank has its part of the experts, and all else."""
+    ((alone, whole),) = pool.run(1, losses_of_experts, 1, 1, steps)
+    assert len(alone) == steps and alone[-1] < alone[0] - 0.5 and "rank 0 works with 333,952 of 333,952" in whole
+    for world, ep, stage in grids:
+        for losses, said in pool.run(world, losses_of_experts, ep, stage, steps):
+            assert losses == pytest.approx(alone, rel=2e-5)
+            assert f"works with {333_952 - 262_144 + 262_144 // ep:,} of" in said
 
 
 @pytest.mark.long

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from zero.core.kept import Values
 from zero.core.torch_private import saves_tensors_by_hooks
 from zero.log import log_once
 from zero.recompute.holder import HOLDER, Scope
-from zero.recompute.kept import Values
 from zero.recompute.saved_inputs import InputStore, restored
 from zero.recompute.selective import Contexts
 
@@ -156,7 +156,7 @@ def recomputed(
             if inputs is not None:
                 around.enter_context(inputs.around(again))
             around.enter_context(HOLDER.within(Scope(None, HOLDER.scope.inside + 1)))
-            around.enter_context(values.running(again))
+            around.enter_context(values.running())
             around.enter_context(later if again else first)
             out = fn(*positional, **named)
         buffers.extend(changed(before))

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from zero.core.comm import Axis
+from zero.core.kept import kept
 from zero.core.replaced_forward import ReplacedForward
 from zero.core.torch_private import backward_task
 from zero.parallel.experts.find import Experts
 from zero.parallel.tensor import moves
 from zero.parallel.tensor.forward import has_dropout
 from zero.plan.tensors import sizes_of
-from zero.recompute.kept import kept
 
 _BITS = 40  # of a count of tokens; above them stands the number of the module that is called
 
@@ -48,14 +48,21 @@ class DispatchedForward(ReplacedForward):
         self.seen: Tensor | None = None
         self.called = False
         self._found, self._local = found, found.count // ranks.size
-        self._names = [*inspect.signature(self.plain).parameters][:3]
+        self._takes = inspect.signature(self.plain)
         self._compared = not found.stacks or has_dropout([*self.module.modules()])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the module's own forward: the sum over k of weights [n, k] x experts [n, k] of tokens [n, width]."""
+        """As the module's own forward: the sum over k of weights [n, k] x experts [n, k] of tokens [n, width].
+
+        It is never compiled, whoever calls it: what is exchanged has other sizes each time.
+        """
+        return (torch.compiler.disable(self._call) if torch.compiler.is_compiling() else self._call)(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Tensor:
         self.called = True
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        x, index, weights = (given[name] for name in self._names)
+        x, index, weights, *more = self._takes.bind(*args, **kwargs).arguments.values()
+        if more:
+            raise TypeError(f"'{self._found.name}': experts over ranks take tokens, experts and weights, and no more")
         if self.peers.size == 1:
             return self._run(x, index, weights)
         how = self.peers, 0, sizes_of(len(x), self.peers.size)

@@ -160,12 +160,11 @@ def _check(model: nn.Module, found: Sequence[Experts], section: ExpertParallel, 
                 f"{_WHERE} {ranks}: Transformers has divided the experts of '{each.name}' itself; load the model "
                 "without ep_size, ep_plan or distributed_config"
             )
-    config = getattr(model, "config", None)
+    attribute, config = section.num_experts_attr, getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    wanted = getattr(config, section.num_experts_attr or "", None)
-    if wanted is not None and any(each.count != wanted for each in found):
+    if attribute is not None and {getattr(config, attribute, None)} != {each.count for each in found}:
         counts = {each.name: each.count for each in found}
-        raise ValueError(f"expert_parallel.num_experts_attr: the model's config has {wanted}, not {counts}")
+        raise ValueError(f"expert_parallel.num_experts_attr: config.{attribute} does not say what is found: {counts}")
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

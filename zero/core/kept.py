@@ -11,17 +11,17 @@ T = TypeVar("T")
 
 
 class Values:
-    """Those of one call, in the order in which they were made; `around`: of the call that it is inside of."""
+    """Those of one call, in their order; a call inside of another one takes them from there when it is made anew."""
 
     def __init__(self) -> None:
         self._around = _NOW.get()
         self._made: list[Any] = []
-        self._next: int | None = None
+        self._given = 0  # of them, since the call began
 
     @contextlib.contextmanager
-    def running(self, again: bool) -> Iterator[None]:
-        """Inside, `kept` keeps values here, or gives `again` what it has kept."""
-        self._next = 0 if again else None
+    def running(self) -> Iterator[None]:
+        """The call runs, for the first time or again."""
+        self._given = 0
         token = _NOW.set(self)
         try:
             yield
@@ -29,18 +29,17 @@ class Values:
             _NOW.reset(token)
 
     def give(self, make: Callable[[], T]) -> T:
-        """The next value."""
-        if self._next is None or self._next == len(self._made):
+        """The next value: one that is kept, or a new one."""
+        if self._given == len(self._made):
             self._made.append(make() if self._around is None else self._around.give(make))
-            return self._made[-1]
-        self._next += 1
-        return self._made[self._next - 1]
+        self._given += 1
+        return self._made[self._given - 1]
 
 
 _NOW: ContextVar[Values | None] = ContextVar("zero_kept_values", default=None)
 
 
 def kept(make: Callable[[], T]) -> T:
-    """`make()`; in a call that is recomputed, what that gave at the same place the first time."""
+    """`make()`; in a call that runs again, what that gave at the same place the first time."""
     values = _NOW.get()
     return make() if values is None else values.give(make)
