@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.core.kept import kept
 from zero.core.owner import is_released, share_along
 from zero.plan.grid import EXPERTS
-from zero.recompute.kept import kept
 
 
 class SeparateExperts(nn.Module):
