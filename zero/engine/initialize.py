@@ -206,12 +206,7 @@ def _make_engine(
         with world.watchdog.call(Phase.INITIALIZE):
             _refuse(model, groups, settings, sharding, world)
             # What fails from here on leaves it cut, whole layers being on no rank; the next call goes on with that.
-            if isinstance(experts, list):
-                experts = CutExperts(model, experts, meshes)
-            elif experts is not None:
-                experts.attach(meshes)
-            cut = settings.tensor_parallel, {} if stages is None else stages.divided.stage_of
-            tensors = CutModel(model, plan, meshes, *cut) if isinstance(plan, TensorPlan) else plan
+            forms = _cut(model, plan, experts, meshes, settings, stages)
             _agree(model, groups, world, meshes)
             if (other := sharer(model, settings)) is not None and zero_optimizer is None:
                 world.watchdog.close()
@@ -229,11 +224,9 @@ def _make_engine(
             if cp > 1:
                 how = zero.context, not data.cuts_sequences, data.training_only, settings.grid.size("pp") == 1
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
-            if tensors is not None:
-                tensors.attach(meshes, settings.tensor_parallel)
             over = meshes.along(*DATA)
             made_by = Engine if stages is None else PipelineEngine
-            parts = over, Forms(sharing, tensors, experts), stages
+            parts = over, forms._replace(sharing=sharing), stages
             engine = made_by(sharded, zero_optimizer, settings, device, recomputing, initialize, *parts)
     except BaseException:
         recomputing.undo()
@@ -246,6 +239,27 @@ def _make_engine(
     log_start(engine)
     engine.monitor.open(settings, lambda: run_facts(engine), number)
     return engine
+
+
+def _cut(
+    model: nn.Module,
+    plan: TensorPlan | CutModel | None,
+    experts: list[Experts] | CutExperts | None,
+    meshes: Meshes,
+    settings: Config,
+    stages: Pipelined | None,
+) -> Forms:
+    """Cut the model as planned, or go on with how it is cut; collective."""
+    if isinstance(experts, list):
+        experts = CutExperts(model, experts, meshes)
+    elif experts is not None:
+        experts.attach(meshes)
+    if isinstance(plan, TensorPlan):
+        stage_of = {} if stages is None else stages.divided.stage_of
+        plan = CutModel(model, plan, meshes, settings.tensor_parallel, stage_of)
+    if plan is not None:
+        plan.attach(meshes, settings.tensor_parallel)
+    return Forms(None, plan, experts)
 
 
 def _refuse(model: nn.Module, groups: arguments.Groups, settings: Config, sharding: Sharding, world: World) -> None:
