@@ -98,6 +98,29 @@ def test_ranks_that_have_run_out_of_batches_give_empty_ones(world: int, ep: int,
     engine.destroy()
 
 
+@pytest.mark.parametrize(
+    ("world", "ep", "stage"), longer(*((w, ep, s) for w, ep in ((2, 2), (4, 2)) for s in range(4)))
+)
+@pytest.mark.parametrize("told", [True, False])
+def test_ranks_with_other_numbers_of_batches_are_told_what_to_do(world: int, ep: int, stage: int, told: bool) -> None:
+    """And go on with the next step."""
+    engine, counts = unmanaged(ep, stage), (2, 1, 2, 2)[:world]
+    mine = counts[dist.get_rank()]
+    with pytest.raises(RuntimeError, match=r"tokens travel to experts.*an empty batch, of 0 rows"):
+        if told:
+            engine.begin_step(mine)
+        for micro in range(mine):
+            engine.backward(engine(**integers(micro, dist.get_rank())))
+        engine.step()
+    engine.optimizer.zero_grad()
+    engine.backward(engine(**integers(0, dist.get_rank())))
+    wanted = plain(Experts, integers, world, 1)["grads"]
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(safe_get_full_grad(param), wanted[name]), name
+    engine.step()
+    engine.destroy()
+
+
 @pytest.mark.parametrize(("world", "stage"), longer(*((w, s) for w in (2, 4) for s in range(4))))
 def test_steps_of_other_numbers_of_micro_batches(world: int, stage: int) -> None:
     engine = unmanaged(world, stage)

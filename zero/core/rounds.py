@@ -62,15 +62,21 @@ class Rounds:
     """The rounds of the running step. Without `follows` it only counts this rank's own micro-batches.
 
     world: the ranks that hold the same units; follows: whether rounds are sequences of collectives, so that ranks
-    without a micro-batch must take part.
+    without a micro-batch must take part; alike: why no rank may be without one, where its tokens travel, None otherwise.
     """
 
     def __init__(
-        self, units: Sequence[Unit], world: Axis, prefetcher: ParamPrefetcher, reducer: Reducer, follows: bool
+        self,
+        units: Sequence[Unit],
+        world: Axis,
+        prefetcher: ParamPrefetcher,
+        reducer: Reducer,
+        follows: bool,
+        alike: str | None = None,
     ) -> None:
         self._units, self._world = units, world
         self._prefetcher, self._reducer = prefetcher, reducer
-        self._follows = follows and world.size > 1
+        self._follows, self._alike = (follows or alike is not None) and world.size > 1, alike
         self._counts: list[int] | None = None  # of micro-batches of each rank in this step
         self._round = 0  # that runs, or comes next
         self._open = False  # this rank runs one
@@ -91,8 +97,10 @@ class Rounds:
         if wrong and self._followers:
             self._leave(str(wrong))
             raise wrong
-        self._counts = self._agreed(Place.BEGIN, wrong or micro_batches)
-        return self._counts
+        counts = self._agreed(Place.BEGIN, wrong or micro_batches)
+        self._compare(counts)
+        self._counts = counts
+        return counts
 
     def enter(self) -> None:
         """A forward that builds a graph, or a backward, begins: the first thing of a round, or not."""
@@ -154,7 +162,17 @@ class Rounds:
             return [count > self._round for count in self._counts]
         if not self._follows:
             return [mine] * self._world.size
-        return [bool(runs) for runs in self._agreed(place, int(mine))]
+        runs = self._agreed(place, int(mine))
+        self._compare([self._round + each for each in runs])
+        return [each > 0 for each in runs]
+
+    def _compare(self, counts: list[int]) -> None:
+        if self._alike is not None and len({*counts}) > 1:
+            raise RuntimeError(
+                f"ranks {list(self._world.ranks)} run {counts} micro-batches of this step, as far as known: "
+                f"{self._alike}, so all run equally many; one that has no more runs the forward and the backward of "
+                "an empty batch, of 0 rows"
+            )
 
     def _agreed(self, place: Place, number: int | Exception) -> list[int]:
         """The numbers of all ranks; RuntimeError on all where they are not at one place of one step. Collective."""

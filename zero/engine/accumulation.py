@@ -65,7 +65,8 @@ class Accumulation:
         self.rounds_of_ranks: Rounds | None = None
         if not config.managed_gradient_accumulation:
             parts = sharded.units, sharded.meshes.same_part, sharded.prefetcher, sharded.reducer
-            self.rounds_of_ranks = Rounds(*parts, sharded.sharding.grads)
+            alike = "tokens travel to experts of other ranks" if config.grid.size("ep") > 1 else None
+            self.rounds_of_ranks = Rounds(*parts, sharded.sharding.grads, alike)
         self._tell_reducer()
 
     def is_boundary(self) -> bool:

@@ -265,8 +265,6 @@ class TrainingStep:
         self._status.step_applied = False
         with self._accumulation.ending_micro_batch(partial) as boundary:
             if boundary:
-                for form in filter(None, (self.forms.tensors, self.forms.experts)):
-                    form.before_step()
                 self._update()
                 if not self._accumulation.config.managed_gradient_accumulation:
                     self._accumulation.count_samples(self._optimizer.reports)
@@ -322,6 +320,8 @@ class TrainingStep:
         try:
             with watched, timed, self._precision.forward(), self._seeded(), self.recomputing.scope():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
+                if self.forms.experts is not None:
+                    self._begins_first()  # also where no parameter is gathered: tokens wait for those of all ranks
                 output = call(*inputs, **kwargs)
             self._sharded.world.watchdog.status.forwards += torch.is_grad_enabled()
             return output
@@ -353,6 +353,8 @@ class TrainingStep:
                 if self.replicas is not None:
                     self.replicas.before_step(self._status.global_steps + 1)
                 self._accumulation.join()
+                for form in filter(None, (self.forms.tensors, self.forms.experts)):
+                    form.before_step()
                 more, counts = self._accumulation.more, self._sharded.reducer.weights.counts
                 report = self.recorder.report(more, counts if self._accumulation.config.counted else None)
                 self._optimizer.update(report, None if self.alarms is None else self._is_unwanted, more)
