@@ -87,7 +87,7 @@ def test_bytes_and_messages_are_those_of_an_engine(world: int, ep: int, stage: i
         engine.step()
         for found, late in ((forward, False), (backward, True)) if step else ():
             wanted = [(each.what, each.nbytes) for each in noted if each.backward is late]
-            assert found == [(what.replace("counts", "exchange"), nbytes) for what, nbytes in wanted]
+            assert found == wanted
     rest = engine.state_nbytes()
     engine.destroy()
     ours = rest.parameters, state.gradients, rest.optimizer
@@ -107,7 +107,7 @@ def test_messages_of_real_models_come_in_the_order_that_was_planned(name: str) -
     with sent(engine) as found:
         engine.backward(engine(**inputs).loss)
     engine.destroy()
-    assert [what for what, _ in found] == [each.what.replace("counts", "exchange") for each in noted]
+    assert [what for what, _ in found] == [each.what for each in noted]
 
 
 def plan(folder: Path, section: dict[str, Any], *flags: str, world: int = 2) -> int:

@@ -318,10 +318,12 @@ def exchange(
     """
     if axis.size == 1:
         return flat
-    sent = flat.to(messages_device(axis, flat.device))
-    out = torch.empty(sum(receives), dtype=flat.dtype, device=sent.device)
     leaves = (flat.numel() - sends[axis.rank]) * flat.itemsize
     collective = axis.watchdog.begin(what, "", leaves, axis.ranks, needs or axis.ranks, attends=needs is None)
+    if axis.group_ref is None:
+        return flat.new_empty(sum(receives))  # of a plan's ranks
+    sent = flat.to(messages_device(axis, flat.device))
+    out = torch.empty(sum(receives), dtype=flat.dtype, device=sent.device)
     counts = [[count * flat.itemsize for count in part] for part in (receives, sends)]
     parts = [part.view(torch.uint8) for part in (out, sent)]  # as bytes: not every backend knows every dtype
     with axis.watchdog.sending(collective):

@@ -62,7 +62,7 @@ class Rounds:
     """The rounds of the running step. Without `follows` it only counts this rank's own micro-batches.
 
     world: the ranks that hold the same units; follows: whether rounds are sequences of collectives, so that ranks
-    without a micro-batch must take part; alike: why no rank may be without one, where its tokens travel, None otherwise.
+    without a micro-batch must take part; alike: why no rank may be without one; None where it may.
     """
 
     def __init__(

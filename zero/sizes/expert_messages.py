@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero.parallel.experts.dispatch import DispatchedForward, Routes
+from zero.parallel.experts.dispatch import COUNTS, DispatchedForward, Routes
 from zero.plan.tensors import sizes_of
 
-COUNTS = "expert counts"  # so long as the experts are many, whatever the micro-batch is
 IMBALANCES = (1, 2, 3, 4)  # tokens of the fullest rank beside the mean
 
 

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.core.mixed_precision import DTYPES
+from zero.parallel.experts.dispatch import COUNTS
 from zero.parallel.tensor.cutting import replaced, set_counts
 from zero.parallel.tensor.forward import Section
 from zero.recompute.modules import Recomputing
 from zero.sizes.cut_layers import CutCopy, folded, nobody
-from zero.sizes.expert_messages import COUNTS, IMBALANCES, PlannedForward
+from zero.sizes.expert_messages import IMBALANCES, PlannedForward
 from zero.sizes.model_trace import Inputs, arguments, ends, samples_in
 from zero.sizes.recorder import DeviceKernels
 from zero.watchdog.rank_status import Collective

@@ -22,6 +22,7 @@ from zero.parallel.tensor import moves
 from zero.parallel.tensor.forward import has_dropout
 from zero.plan.tensors import sizes_of
 
+COUNTS = "expert counts"  # a message so long as the experts are many, whatever the micro-batch is
 _BITS = 40  # of a count of tokens; above them stands the number of the module that is called
 
 
@@ -85,7 +86,8 @@ class DispatchedForward(ReplacedForward):
         counts = ids.new_zeros(self._found.count + 1, dtype=torch.long)
         counts.scatter_add_(0, ids.clamp(max=self._found.count), torch.ones_like(ids, dtype=torch.long))
         mine = counts[:-1].view(self.ranks.size, self._local)
-        calls = moves.all_to_all(mine + (self.number << _BITS), self.ranks)
+        one = [1] * self.ranks.size
+        calls = moves.all_to_all(mine + (self.number << _BITS), self.ranks, one, one, COUNTS)
         calls, told = calls[:, 0] >> _BITS, calls & ((1 << _BITS) - 1)
         if self.module.training and backward_task() < 0:  # and not once more where a forward is recomputed
             tokens = told.sum(0)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero.core import comm
 from zero.core.comm import Axis, all_gather_single, reduce_scatter_single
 
 
@@ -107,17 +108,13 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Ten
     return out[: sizes[axis.rank]].to(x.device).movedim(0, dim).contiguous()
 
 
-def all_to_all(x: Tensor, axis: Axis, sent: Sequence[int] = (), received: Sequence[int] = ()) -> Tensor:
-    """The rows that the ranks send this one; by default all send equally many."""
-    if axis.size == 1:
-        return x
-    rows = _sent(x.contiguous(), axis)
-    out = rows.new_empty(sum(received) if received else len(rows), *rows.shape[1:])
-    stays = sent[axis.rank] if sent else len(rows) // axis.size
-    leaves = (len(rows) - stays) * rows[:1].nbytes
-    sizes = [*received] or None, [*sent] or None
-    _exchange("expert exchange", leaves, axis, partial(dist.all_to_all_single, out, rows, *sizes))
-    return out.to(x.device)
+def all_to_all(
+    x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int], what: str = "expert exchange"
+) -> Tensor:
+    """The rows that the ranks send this one. What has other sizes has another name: so they never meet over gloo."""
+    row = x.shape[1:].numel()
+    flat = comm.exchange(x.flatten(), [row * each for each in sent], [row * each for each in received], axis, what)
+    return flat.view(-1, *x.shape[1:]) if row else x.new_empty(sum(received), *x.shape[1:])
 
 
 def part_of(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
