@@ -185,7 +185,8 @@ def on_stacks(name: str) -> Any:
 @needs("peft")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("world", "name", "stage"), longer(*((w, n, s) for w in (2, 4) for n in ("mixtral",) for s in (1, 3)))
+    ("world", "name", "stage"),
+    longer(*((w, n, s) for w, n in ((2, "mixtral"), (4, "mixtral"), (2, "gpt_oss")) for s in (1, 3))),
 )
 def test_unsloth_11014_and_agilerl_658_all_stacks_are_trained_and_gathered_by_no_rank(
     world: int, name: str, stage: int
@@ -220,6 +221,19 @@ def test_unsloth_11014_and_agilerl_658_all_stacks_are_trained_and_gathered_by_no
             assert (param - before[each]).abs().max() > 1e-6, "it is trained"
             assert (trained_ones[each] - param.detach()).abs().max() <= CLOSE, each
     assert seen == 2 * 2 * 2, "two layers of two stacks, with A and B"
+
+
+@needs_transformers
+@needs("peft")
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", longer(4))
+def test_one_expert_a_rank_that_peft_would_take_for_a_plain_layer(world: int) -> None:
+    """Where its matrices are not square, they would not even fit."""
+    model = on_stacks("gpt_oss")
+    before = {name: param.shape for name, param in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"one expert of .*\[experts, in, out\] and have LoRA.*at least two a rank"):
+        zero.initialize(model=model, config=json_with(world, 3))
+    assert {name: param.shape for name, param in model.named_parameters()} == before
 
 
 # -- read and written

@@ -53,6 +53,11 @@ class Experts(NamedTuple):
         for stack in self.stacks:
             yield Part(self.module, stack, 0, tuple([(rank * each, each)] for rank in range(ranks)))
         for adapter in adapters:
+            if each == 1 and not adapter._did_swap_in_out_features:
+                raise ValueError(
+                    f"{_WHERE} {ranks} leaves a rank one expert of '{self.name}', whose stacks are [experts, in, out] "
+                    "and have LoRA: PEFT takes one for a plain layer, [out, in]. Take at least two a rank"
+                )
             for name, a in adapter.lora_A.items():
                 r = a.weight.shape[0] // self.count
                 yield Part(a, "weight", 0, tuple([(rank * each * r, each * r)] for rank in range(ranks)))
