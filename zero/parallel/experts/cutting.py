@@ -181,4 +181,4 @@ def places_of(model: nn.Module, found: Sequence[Experts], ranks: Axis, shared: b
 
 def _counts(module: nn.Module, count: int) -> list[str]:
     """The attributes of a module that say how many experts it has."""
-    return [name for name, value in vars(module).items() if _COUNT in name and value == count]
+    return [name for name, value in vars(module).items() if _COUNT in name and "per_tok" not in name and value == count]
