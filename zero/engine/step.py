@@ -134,9 +134,9 @@ class TrainingStep:
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module's `generate` as its forward: parameters that it reads itself are gathered until its end.
 
-        Where parameters are resharded, or experts divided, all ranks must call it, and Hugging Face's own is told `synced_gpus=True`,
-        unless the caller says otherwise: a rank whose text ends early goes on until all have ended, and none waits for
-        another.
+        Where parameters are resharded, or experts divided, all ranks must call it, and Hugging Face's own is told
+        `synced_gpus=True`, unless the caller says otherwise: a rank whose text ends early goes on until all have ended,
+        and none waits for another.
         Raises AttributeError where the module has none.
         """
         self._status.check()
@@ -144,8 +144,8 @@ class TrainingStep:
         method = getattr(module, "generate", None)
         if method is None:
             raise AttributeError(f"the module of this engine, a {type(module).__name__}, has no method 'generate'")
-        gathers = self._sharded.sharding.params and not self._status.generating
-        if self._sharded.world.size > 1 and (gathers or self.forms.experts is not None) and _knows_synced_gpus(module, method):
+        together = self._sharded.sharding.params and not self._status.generating or self.forms.experts is not None
+        if self._sharded.world.size > 1 and together and _knows_synced_gpus(module, method):
             kwargs.setdefault("synced_gpus", True)
         return self.run(functools.partial(as_forward, module, method), inputs, kwargs)
 
