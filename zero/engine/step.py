@@ -144,7 +144,7 @@ class TrainingStep:
         method = getattr(module, "generate", None)
         if method is None:
             raise AttributeError(f"the module of this engine, a {type(module).__name__}, has no method 'generate'")
-        together = self._sharded.sharding.params and not self._status.generating or self.forms.experts is not None
+        together = (self._sharded.sharding.params and not self._status.generating) or self.forms.experts is not None
         if self._sharded.world.size > 1 and together and _knows_synced_gpus(module, method):
             kwargs.setdefault("synced_gpus", True)
         return self.run(functools.partial(as_forward, module, method), inputs, kwargs)
