@@ -63,7 +63,7 @@ def test_a_copied_parameter_keeps_its_cut_by_itself() -> None:
     [
         ({"tp": 2}, "tensor_parallel.autotp_size 2: nothing tells how Linear is cut"),
         ({"pp": 2}, "pp is 2, and all ranks have the same parameters"),
-        ({"ep": 2}, "ep is 2, and no parameter is an expert's"),
+        ({"ep": 2}, "autoep_size 2: no experts are found in Linear"),
     ],
 )
 def test_a_grid_along_which_nothing_lies_is_refused(sizes: dict[str, int], said: str) -> None:

@@ -254,7 +254,9 @@ def issued(stage: int, only: Sequence[int] | None) -> list[tuple[str, str]]:
         call = getattr(module, name)
 
         def seen(*args: Any, **kwargs: Any) -> Any:
-            groups["exchanges" if begun[-1][0].startswith("expert ") else "others"].add(id(kwargs.get("group")))
+            axis = next((each for each in args if isinstance(each, comm.Axis)), None)
+            group = kwargs.get("group") if axis is None else axis.group
+            groups["exchanges" if "expert" in begun[-1][0] else "others"].add(id(group))
             return call(*args, **kwargs)
 
         patch.setattr(module, name, seen)

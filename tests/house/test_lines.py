@@ -15,13 +15,13 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 MARGIN = 300  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 5100,
-    "tests": 57600,
+    "tests": 57700,
     "zero/*.py": 1240,
     "zero/as_deepspeed": 1540,
     "zero/checkpoint": 2950,
     "zero/compat": 700,
     "zero/config": 2560,
-    "zero/core": 8150,
+    "zero/core": 8170,
     "zero/data": 1060,
     "zero/engine": 9500,
     "zero/examples": 100,
