@@ -118,7 +118,7 @@ def forms(file: File, grid: Grid, refused: Collection[str]) -> Iterator[str]:
             f"tensor_parallel.reduce: got 'tree' with zero.reduce '{file.zero.reduce}', whose norms, and on other data "
             "ranks gradients, have other bits; set zero.reduce to 'tree', too"
         )
-    if file.zero.reduce == "tree" and (size := grid.size("ep")) > 1:
+    if file.zero.reduce == "tree" and file.expert_parallel.enabled and (size := grid.size("ep")) > 1:
         yield f"zero.reduce: got 'tree' with ep {size}, and gradients of experts have another order of sums; use 'auto'"
     if file.tensor_parallel.broadcast_batch and grid.size("pp") > 1:
         yield "tensor_parallel.broadcast_batch: is not there for stages of a pipeline, which read batches themselves"

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim._muon import _adjust_lr as muon_learning_rate  # noqa: F401  (lr, adjust_lr_fn or None, shape) -> lr
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz  # noqa: F401  may write into a bf16 one
+from torch.utils._python_dispatch import _disable_current_modes as without_modes  # noqa: F401  of __torch_dispatch__
 from torch.utils.hooks import RemovableHandle
 
 # Metadata reads and calls inside run as if the classes of tensors had no `__torch_function__`.

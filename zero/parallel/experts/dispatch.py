@@ -16,7 +16,7 @@ from torch import Tensor
 from zero.core.comm import Axis
 from zero.core.kept import kept
 from zero.core.replaced_forward import ReplacedForward
-from zero.core.torch_private import backward_task
+from zero.core.torch_private import backward_task, without_modes
 from zero.parallel.experts.find import Experts
 from zero.parallel.tensor import moves
 from zero.parallel.tensor.forward import has_dropout
@@ -135,7 +135,8 @@ class DispatchedForward(ReplacedForward):
     def _compare(self, x: Tensor, index: Tensor, plain: Tensor) -> None:
         """Raise ValueError where the module's weights are not factors of what its experts give, as ours are."""
         halves = torch.full_like(x[:, :1], 0.5)
-        half = self.plain(x, index, halves)
+        with without_modes():  # which note what a forward computes, to find it again in its recomputation
+            half = self.plain(x, index, halves)
         if not torch.allclose(half, plain * 0.5, rtol=1e-2, atol=1e-3 * float(plain.abs().max())):
             raise ValueError(
                 f"expert_parallel: '{self._found.name}', a {type(self.module).__name__}, does not give the sum of "
