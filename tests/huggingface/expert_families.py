@@ -136,7 +136,7 @@ def _apart_in_64_bits(model: Any, inputs: dict[str, Any], meshes: Any) -> dict[s
     from zero.config.expert_parallel import ExpertParallel
     from zero.parallel.experts.cutting import CutExperts
     from zero.parallel.experts.find import experts_of
-    from zero.parallel.tensor.moves import assembled
+    from zero.parallel.moves import assembled
 
     inputs = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
     if hasattr(model, "set_experts_implementation"):

@@ -335,8 +335,8 @@ def _apart_in_64_bits(model: Any, inputs: dict[str, Any], meshes: Any) -> dict[s
     import torch.distributed as dist
 
     from zero.config.tensor_parallel import TensorParallel
+    from zero.parallel.moves import assembled
     from zero.parallel.tensor.cutting import CutModel
-    from zero.parallel.tensor.moves import assembled
     from zero.parallel.tensor.plan import tensor_plan
 
     section = TensorParallel(autotp_size=2)

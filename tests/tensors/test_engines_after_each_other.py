@@ -78,7 +78,7 @@ def test_copies_and_state_dicts_of_parts(stage: int) -> None:
         said_by(lambda: copy.deepcopy(engine.module)),
         said_by(lambda: torch.save(engine.module, io.BytesIO())),
     ):
-        assert "a copy of Integers, whose layers are cut over 2 ranks" in said
+        assert "a copy of Integers, whose layers are divided among 2 ranks" in said
     whole = engine.module_state_dict()
     assert all(torch.equal(whole[name], value) for name, value in weights().items())
     engine.destroy()

@@ -14,7 +14,7 @@ from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.engine.status import Status
 from zero.log import rank_zero
-from zero.parallel.tensor import moves
+from zero.parallel import moves
 from zero.recompute.modules import Recomputed
 
 

@@ -294,7 +294,7 @@ class Engine(DeepSpeedGetters, nn.Module):
             failed = optimizer is not None and optimizer.failure is not None
             alone = failed or sharded.world.watchdog.broken
             sharded.dissolve(alone)
-            for form in filter(None, (self._training.forms.tensors, self._training.forms.experts)):
+            for form in self._training.forms.divisions:
                 form.restore(alone)
             if optimizer is not None:
                 self._training.conclude()

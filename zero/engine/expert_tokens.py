@@ -32,7 +32,7 @@ class ExpertTokens:
     @property
     def _sizes(self) -> list[int]:
         """Experts of each module that a rank has."""
-        return [each.count // self._experts.ranks.size for each in self._experts.found]
+        return [each.count // self._experts.axis.size for each in self._experts.found]
 
     def gather(self, step: int) -> None:
         """Bring the counts of all ranks together if it is the turn of step `step`; collective then."""
@@ -44,7 +44,7 @@ class ExpertTokens:
         row = torch.cat([zeros[:size] if one is None else one for one, size in zip(own, self._sizes, strict=True)])
         rows = comm.gather_scalars(row, self._sharded.world, "tokens of experts", read=False)
         # The ranks along ep follow each other: those of the same place have the same experts.
-        found = rows.unflatten(0, (-1, self._experts.ranks.size)).sum(0)
+        found = rows.unflatten(0, (-1, self._experts.axis.size)).sum(0)
         self._found = torch.empty_like(found, device="cpu", pin_memory=True) if found.is_cuda else found
         if found.is_cuda:
             self._found.copy_(found, non_blocking=True)

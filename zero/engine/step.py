@@ -68,6 +68,11 @@ class Forms(NamedTuple):
     tensors: CutModel | None = None
     experts: CutExperts | None = None
 
+    @property
+    def divisions(self) -> list[CutModel | CutExperts]:
+        """Of parameters."""
+        return [each for each in (self.tensors, self.experts) if each is not None]
+
 
 class TrainingStep:
     """Runs forward, backward and step over the parts of an engine."""
@@ -353,7 +358,7 @@ class TrainingStep:
                 if self.replicas is not None:
                     self.replicas.before_step(self._status.global_steps + 1)
                 self._accumulation.join()
-                for form in filter(None, (self.forms.tensors, self.forms.experts)):
+                for form in self.forms.divisions:
                     form.before_step()
                 more, counts = self._accumulation.more, self._sharded.reducer.weights.counts
                 report = self.recorder.report(more, counts if self._accumulation.config.counted else None)

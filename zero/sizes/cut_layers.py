@@ -17,9 +17,9 @@ from torch import nn
 from zero.config import Config
 from zero.core.comm import Axis
 from zero.core.owner import cut_of, placed_as
-from zero.parallel.experts.cutting import RECORD as EXPERTS
-from zero.parallel.experts.cutting import divided, places_of
-from zero.parallel.tensor.cutting import RECORD, CutModel, place, planned, replaced
+from zero.parallel.division import place
+from zero.parallel.experts.cutting import CutExperts, divided, places_of
+from zero.parallel.tensor.cutting import CutModel, planned, replaced
 from zero.parallel.tensor.forward import Section
 from zero.parallel.tensor.plan import TensorPlan
 from zero.parallel.tensor.styles import linears_of
@@ -41,8 +41,8 @@ def meta_copy(module: nn.Module) -> nn.Module:
         for param in module.parameters()
     }
     memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
-    record: CutModel | None = module.__dict__.get(RECORD)
-    memo |= {id(each): None for each in (record, module.__dict__.get(EXPERTS)) if each is not None}
+    record: CutModel | None = module.__dict__.get(CutModel.RECORD)
+    memo |= {id(each): None for each in (record, module.__dict__.get(CutExperts.RECORD)) if each is not None}
     copied = copy.deepcopy(module, memo)
     if record is not None:
         axis = nobody(record.axis.size, record.axis.rank)
@@ -81,10 +81,8 @@ class CutCopy:
         """Lines that say what is cut, how, and what is whole; layers that repeat are one."""
         if self.experts:
             yield from self._expert_text()
-        if self.plan is None and self.settings.grid.size("tp") == 1:
-            return
         if self.plan is None:
-            yield "Layers are cut by hand, as zero.set_cut says."
+            yield from ["Layers are cut by hand, as zero.set_cut says."] * (self.settings.grid.size("tp") > 1)
             return
         yield f"Layers are cut over {self.plan.ranks} ranks as {self.plan.source} says; rank 0 has the most:"
         rows = folded(_fates(self.module, self.plan))

@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from zero.core.tensors import map_leaves
 from zero.core.torch_private import backward_keeps_graph
-from zero.parallel.tensor import moves
+from zero.parallel import moves
 from zero.tiled.slices import default_size, token_slices
 from zero.tiled.vocabulary import Vocabulary
 

@@ -141,14 +141,14 @@ def whole_copy(engine: Any) -> nn.Module:
     memo: dict[int, Any] = {}
     for name, param in engine.module.named_parameters():
         memo[id(param)] = _like(param, values[name].to(engine.device))
-    forms = [*filter(None, (engine._training.forms.tensors, engine._training.forms.experts))]
-    memo |= dict.fromkeys(map(id, forms), "cut")  # the records that the model has, which no copy needs
+    divisions = engine._training.forms.divisions
+    memo |= dict.fromkeys(map(id, divisions), "cut")  # the records that the model has, which no copy needs
     try:
         model = copy.deepcopy(engine.module, memo)
     except Exception as error:
         raise ValueError(f"check(): the model cannot be copied ({type(error).__name__}: {error})") from error
-    for form in forms:
-        form.widen(memo)
+    for division in divisions:
+        division.widen(memo)
     ours = {handle.id for handle in engine._sharded.handles}
     for module in model.modules():
         for table, entries in vars(module).items():

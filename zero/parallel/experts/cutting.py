@@ -2,66 +2,50 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import torch
 from torch import nn
 
 from zero.config import Config
-from zero.core import comm
 from zero.core.agree import agree
 from zero.core.comm import Axis
 from zero.core.mesh import Meshes
 from zero.core.owner import axes_of, cut_of
+from zero.parallel.division import Division, Place
 from zero.parallel.experts.dispatch import DispatchedForward
 from zero.parallel.experts.find import Experts, experts_of
 from zero.parallel.experts.separate import SeparateExperts, told_experts
-from zero.parallel.tensor.cutting import cut_param, deferred_in, make_whole, refuse_graphs, whole_only
-from zero.parallel.tensor.plan import Place
-from zero.plan.grid import DENSE, EXPERTS, UnitAxes
+from zero.plan.grid import DENSE, EXPERTS
 from zero.plan.tensors import slice_of
 
-RECORD = "_zero_cut_experts"  # of a model whose experts are divided
 _COUNT = "expert"  # in the name of an attribute that says how many there are
 
 
-class CutExperts:
+class CutExperts(Division):
     """The experts of a model, divided among the ranks along ep until `restore`.
 
     found: the modules that have them, those of other ranks' stages included.
     """
 
+    RECORD, WHAT = "_zero_cut_experts", "experts"
+
     def __init__(self, model: nn.Module, found: Sequence[Experts], meshes: Meshes) -> None:
         """Collective over ep: all ranks take the values of the first one."""
-        self.found, self._model = found, model
-        here = set(model.modules())
-        found = [each for each in found if each.module in here]
-        self.ranks, self.peers = meshes.along("ep"), meshes.along("tp")
-        places = dict(places_of(model, found, self.ranks, self.peers.size > 1))
-        refuse_graphs({name: place.param for name, place in places.items() if place.cut is not None})
-        model.__dict__[RECORD] = self
-        shapes = {name: place.cut.shape for name, place in places.items() if place.cut is not None}
-        self._handle = model.register_state_dict_post_hook(functools.partial(whole_only, shapes, self.ranks.size))
+        here, axis = set(model.modules()), meshes.along("ep")
+        self.found, found = found, [each for each in found if each.module in here]
+        super().__init__(model, dict(places_of(model, found, axis, meshes.grid.size("tp") > 1)), axis)
         self._named = [each.module.deepspeed_experts for each in found if isinstance(each.module, SeparateExperts)]
         for experts in self._named:
-            experts.number(self.ranks.rank * len(experts))
-        self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []
-        for name, place in places.items():
-            if deferred_in(place.param) is None:
-                comm.broadcast(place.param.detach(), 0, self.ranks, name)
-            self._placed.append((place.param, place, axes_of(place.param)))
-            cut_param(place.param, name, place, self.ranks.rank, meshes)
-        self.forwards = [DispatchedForward(each, self.ranks, self.peers) for each in found]
-        for number, forward in enumerate(self.forwards):
-            forward.number = number
-        counting = [(each, module) for each in found for module in (each.module, *each.adapters(model))]
-        self._changed = [
-            (module, name, each.count) for each, module in counting for name in _counts(module, each.count)
-        ]
-        for module, name, count in self._changed:
-            setattr(module, name, count // self.ranks.size)
+            experts.number(self.axis.rank * len(experts))
+        self._cut([(name, each.param) for name, each in self._places.items()], meshes)
+        axes = axis, meshes.along("tp")
+        self.forwards = [DispatchedForward(each, *axes, number) for number, each in enumerate(found)]
+        counting = [(each.count, module) for each in found for module in (each.module, *each.adapters(model))]
+        for count, module in counting:
+            for name in _counts(module, count):
+                self._changed.append((module, name, count))
+                setattr(module, name, count // axis.size)
         self._bypassed = dict[str, str]()  # stacks that had a gradient without a call of their module, and its class
         self._watching = [
             each.module._parameters[stack].register_hook(self._watch(f"{each.name}.{stack}".lstrip("."), forward))
@@ -83,12 +67,12 @@ class CutExperts:
         if not self._watching:
             return
         self._close()
-        found = next(filter(None, agree(self._bypassed, self.ranks, name="calls of experts")), None)
+        found = next(filter(None, agree(self._bypassed, self.axis, name="calls of experts")), None)
         if found:
             names = ", ".join(f"'{name}' ({kind})" for name, kind in sorted(found.items()))
             raise RuntimeError(
                 f"expert_parallel: {names} had gradients, and no forward called the module: whoever reads its "
-                f"parameters finds the experts of one of {self.ranks.size} ranks. Call the module with tokens, their "
+                f"parameters finds the experts of one of {self.axis.size} ranks. Call the module with tokens, their "
                 "experts and weights, or leave it out by expert_parallel.moe_layer_pattern"
             )
 
@@ -99,38 +83,16 @@ class CutExperts:
 
     def attach(self, meshes: Meshes) -> None:
         """The model has an engine, perhaps another one than before, whose ranks are the same."""
-        self.ranks, self.peers = meshes.apart_along("experts", "ep"), meshes.along("tp")
+        self.axis = meshes.apart_along("experts", "ep")
         for forward in self.forwards:
-            forward.ranks, forward.peers = self.ranks, self.peers
+            forward.ranks, forward.peers = self.axis, meshes.along("tp")
 
-    def __reduce__(self) -> NoReturn:
-        """Refuse copies, and the model in a file: they would have this rank's experts only."""
-        raise RuntimeError(
-            f"a copy of {type(self._model).__name__}, whose experts are divided among {self.ranks.size} ranks, would "
-            "have this rank's; take engine.module_state_dict() and load it into a model made anew"
-        )
-
-    @torch.no_grad()
     def restore(self, alone: bool = False) -> None:
-        """Make the model whole again; collective, but where other ranks are gone, `alone`: then their parts are NaN."""
-        self._model.__dict__.pop(RECORD, None)
-        self._handle.remove()
+        """As of any division; separate experts are named as they were made."""
         self._close()
-        for param, place, axes in self._placed:
-            make_whole(param, place, axes, None if alone else self.ranks)
-        for forward in reversed(self.forwards):
-            forward.undo()
+        super().restore(alone)
         for experts in self._named:
             experts.number(0)
-        for module, name, value in self._changed:
-            setattr(module, name, value)
-        self._placed, self.forwards, self._changed = [], [], []
-
-    def widen(self, memo: Mapping[int, Any]) -> None:
-        """Give a copy of the model, whose parameters are whole, the attributes of before; memo: of `copy.deepcopy`."""
-        memo[id(self._model)].__dict__.pop(RECORD, None)
-        for module, name, value in self._changed:
-            setattr(memo[id(module)], name, value)
 
 
 def divided(model: nn.Module, settings: Config, rank: int) -> list[Experts] | CutExperts | None:
@@ -147,10 +109,10 @@ def divided(model: nn.Module, settings: Config, rank: int) -> list[Experts] | Cu
         )
     if len(ranks) == 1:
         return None
-    if (before := model.__dict__.get(RECORD)) is not None:
-        if before.ranks.size != len(ranks):
+    if (before := model.__dict__.get(CutExperts.RECORD)) is not None:
+        if before.axis.size != len(ranks):
             raise ValueError(
-                f"initialize(): the experts of this model were divided among {before.ranks.size} ranks, for an engine "
+                f"initialize(): the experts of this model were divided among {before.axis.size} ranks, for an engine "
                 f"that was dropped or could not be made, and this JSON says {len(ranks)}; make the model anew, and "
                 "call destroy() of an engine before another one is made"
             )

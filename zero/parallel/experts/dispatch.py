@@ -17,8 +17,8 @@ from zero.core.comm import Axis
 from zero.core.kept import kept
 from zero.core.replaced_forward import ReplacedForward
 from zero.core.torch_private import backward_task, without_modes
+from zero.parallel import moves
 from zero.parallel.experts.find import Experts
-from zero.parallel.tensor import moves
 from zero.parallel.tensor.forward import has_dropout
 from zero.plan.tensors import sizes_of
 
@@ -42,9 +42,9 @@ class DispatchedForward(ReplacedForward):
     called: whether any forward was.
     """
 
-    def __init__(self, found: Experts, ranks: Axis, peers: Axis) -> None:
+    def __init__(self, found: Experts, ranks: Axis, peers: Axis, number: int = 0) -> None:
         super().__init__(found.module)
-        self.number = 0
+        self.number = number
         self.ranks, self.peers = ranks, peers
         self.seen: Tensor | None = None
         self.called = False
@@ -107,12 +107,10 @@ class DispatchedForward(ReplacedForward):
         Without any a token of zeros takes part, so that gradients come, and gather and reduce, in the order of others.
         """
         count = len(x)
+        index = torch.arange(self._local, device=x.device).repeat(self.ranks.size)
+        index = index.repeat_interleave(told.flatten(), output_size=count)[:, None]
         if not count:
-            x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-            index = torch.zeros(1, 1, dtype=torch.long, device=x.device)
-        else:
-            index = torch.arange(self._local, device=x.device).repeat(self.ranks.size)
-            index = index.repeat_interleave(told.flatten(), output_size=count)[:, None]
+            x, index = torch.cat([x, x.new_zeros(1, *x.shape[1:])]), index.new_zeros(1, 1)
         ones = x.new_ones(len(x), 1)
         out = self.plain(x, index, ones)
         if not self._compared:

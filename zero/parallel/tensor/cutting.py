@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from zero.config import Config
 from zero.config.tensor_parallel import TensorParallel
-from zero.core import comm
 from zero.core.comm import Axis, local_device
-from zero.core.init.deferred_param import DeferredParam, ShardStorage
 from zero.core.mesh import Meshes
-from zero.core.owner import axes_of, cut_of, owner_of, set_cut, share_along
-from zero.core.torch_private import shape_of_gradient
+from zero.core.owner import cut_of
+from zero.parallel.division import Division
 from zero.parallel.pipeline.split import Elsewhere
-from zero.parallel.tensor import moves
 from zero.parallel.tensor.first_step import FirstForward, FirstStep, broadcast_batch, compare_batch
 from zero.parallel.tensor.forward import (
     CutForward,
@@ -32,16 +28,15 @@ from zero.parallel.tensor.forward import (
     has_dropout,
 )
 from zero.parallel.tensor.layers import Layer, set_widths
-from zero.parallel.tensor.plan import Place, TensorPlan, is_inside, tensor_plan
+from zero.parallel.tensor.plan import TensorPlan, is_inside, tensor_plan
 from zero.parallel.tensor.styles import OF_MODEL
 from zero.parallel.tensor.tree import NoDraws, TreeForward, check_blocks
-from zero.plan.grid import DENSE, UnitAxes
-
-RECORD = "_zero_cut_model"  # of a model that is cut
 
 
-class CutModel:
-    """A model that is cut over the ranks along an axis, until `restore`."""
+class CutModel(Division):
+    """A model whose layers are cut over the ranks along tp, until `restore`."""
+
+    RECORD, WHAT = "_zero_cut_model", "layers"
 
     def __init__(
         self,
@@ -52,24 +47,17 @@ class CutModel:
         stage_of: Mapping[str, int],
     ) -> None:
         """Collective over the axis: all ranks take the values of its first one. stage_of: of modules of a pipeline."""
-        self.plan, self.axis, self.stage_of = plan, meshes.along("tp"), stage_of
-        self._model, self._broadcasts = model, section.broadcast_batch
+        super().__init__(model, plan.places, meshes.along("tp"))
+        self.plan, self.stage_of, self._broadcasts = plan, stage_of, section.broadcast_batch
         self._compared = self.axis.size == 1
         self.blocks = section.blocks if section.reduce == "tree" else 0
-        self._placed: list[tuple[nn.Parameter, Place, UnitAxes]] = []
         self._first: FirstStep | None = None
-        self._forwards: list[Replaced] = []
-        self._changed: list[tuple[nn.Module, str, Any]] = []
         self.whole = False  # whether all of it is as planned: else parameters are in parts, and no layer knows
-        if self.axis.size > 1:  # before anything is changed
-            refuse_graphs({name: place.param for name, place in plan.places.items() if place.cut is not None})
-        model.__dict__[RECORD] = self
-        shapes = {name: place.cut.shape for name, place in plan.places.items() if place.cut is not None}
-        self._handle = model.register_state_dict_post_hook(functools.partial(whole_only, shapes, self.axis.size))
         if self.axis.size > 1:
-            self._cut(meshes)
-        self._forwards, scopes = replaced(model, plan, self.axis, self.blocks, stage_of)
-        self.sections = [each for each in self._forwards if isinstance(each, Section)]
+            params = [each for each in model.named_parameters() if cut_of(each[1]) is None]  # of no other axis
+            self._cut(params, meshes)
+        self.forwards, scopes = replaced(model, plan, self.axis, self.blocks, stage_of)
+        self.sections = [each for each in self.forwards if isinstance(each, Section)]
         self._changed = set_counts(model, plan)
         if self.axis.size > 1 and not plan.source.startswith(OF_MODEL):
             self._compare_first(scopes)
@@ -80,7 +68,7 @@ class CutModel:
     def attach(self, meshes: Meshes, section: TensorParallel) -> None:
         """The model has an engine, perhaps another one than before, whose ranks are the same."""
         self.axis, self._broadcasts = meshes.along("tp"), section.broadcast_batch
-        for forward in self._forwards:
+        for forward in self.forwards:
             forward.axis = self.axis
         if self._first is not None:
             self._first.axis = self.axis
@@ -102,13 +90,6 @@ class CutModel:
         then = "If the plan does not fit the code of the model, say another by tensor_parallel.partition_config"
         return f"tensor_parallel: {what}. {then}"
 
-    def __reduce__(self) -> NoReturn:
-        """Refuse copies, and the model in a file: they would have parts of layers that nobody puts together."""
-        raise RuntimeError(
-            f"a copy of {type(self._model).__name__}, whose layers are cut over {self.axis.size} ranks, would have "
-            "this rank's parts of them; take engine.module_state_dict() and load it into a model made anew"
-        )
-
     def see(self, loss: torch.Tensor) -> None:
         """A loss that the engine is given; the first is compared before the first step."""
         if self._first is not None and self._first.loss is None:
@@ -122,18 +103,6 @@ class CutModel:
             for section in self.sections:
                 section.scatters = section.learned
 
-    def _cut(self, meshes: Meshes) -> None:
-        for name, param in list(self._model.named_parameters()):
-            at = self.plan.places.get(name)
-            if cut_of(param) is not None:
-                continue  # along another axis
-            if deferred_in(param) is None:
-                comm.broadcast(param.detach(), 0, self.axis, name)
-            if at is None:
-                continue  # where it is deferred it has the values of rank 0, whoever holds them
-            self._placed.append((param, at, axes_of(param)))
-            cut_param(param, name, at, self.axis.rank, meshes)
-
     def _compare_first(self, scopes: Mapping[str, Scope]) -> None:
         """Have blocks that are cut by names of layers be compared at their first forward."""
         for name, scope in scopes.items():
@@ -146,41 +115,11 @@ class CutModel:
             whole = [each for each in self._changed if each[:2] in cut]
             scope.first = FirstForward(name, [layer.name for layer in layers], whole, self.plan.source).compare
 
-    @torch.no_grad()
     def restore(self, alone: bool = False) -> None:
-        """Make the model whole again; collective, but where other ranks are gone, `alone`: then their parts are NaN."""
-        axis = None if alone else self.axis
-        self._model.__dict__.pop(RECORD, None)
-        self._handle.remove()
+        """As of any division; what was to be compared is not."""
         if self._first is not None:
             self._first.close()
-        for param, place, axes in self._placed:
-            make_whole(param, place, axes, axis)
-        self._placed = []
-        for forward in reversed(self._forwards):
-            forward.undo()
-        for module, name, value in reversed(self._changed):
-            setattr(module, name, value)
-        self._forwards, self._changed = [], []
-
-    def widen(self, memo: Mapping[int, Any]) -> None:
-        """Give a copy of the model, whose parameters are whole, the attributes of before; memo: of `copy.deepcopy`."""
-        memo[id(self._model)].__dict__.pop(RECORD, None)
-        for module, name, value in reversed(self._changed):
-            setattr(memo[id(module)], name, value)
-
-
-def whole_only(
-    shapes: Mapping[str, tuple[int, ...]], ranks: int, module: nn.Module, values: dict[str, Any], prefix: str, _: Any
-) -> None:
-    """Raise RuntimeError where values of a state dict would be parts; parameters themselves know that they are."""
-    for name, shape in shapes.items():
-        value = values.get(f"{prefix}{name}")
-        if value is not None and not isinstance(value, nn.Parameter) and tuple(value.shape) != tuple(shape):
-            raise RuntimeError(
-                f"state_dict(): this rank has {tuple(value.shape)} of '{name}' {tuple(shape)}, which is cut over "
-                f"{ranks} ranks; call engine.module_state_dict() or engine.save_16bit_model() on all of them"
-            )
+        super().restore(alone)
 
 
 def replaced(
@@ -245,46 +184,6 @@ def set_counts(model: nn.Module, plan: TensorPlan) -> list[tuple[nn.Module, str,
     return changed
 
 
-def place(param: nn.Parameter, at: Place, rank: int) -> None:
-    """Leave of a parameter the part that a rank has, and have an engine that is made later know it."""
-    own, axes = axes_of(param), at.axes  # it may have some already, as of stages that share it
-    if axes.shard == DENSE.shard:
-        same = tuple(set(own.same) - {"tp"})
-        axes = own._replace(parts=(*own.parts, *axes.parts), sums=(*own.sums, *axes.sums), same=same)
-    if at.cut is None:
-        share_along(axes, [param])
-        return
-    values = param.detach()
-    param.data = torch.cat([values.narrow(at.dim, start, size) for start, size in at.ranges[rank]], at.dim)
-    set_cut(param, at.cut, axes)
-
-
-def deferred_in(param: nn.Parameter) -> DeferredParam | None:
-    """What has the values of a parameter that is born sharded; None for another one."""
-    owner = owner_of(param)
-    return owner.unit if owner is not None and isinstance(owner.unit, DeferredParam) else None
-
-
-def cut_param(param: nn.Parameter, name: str, at: Place, rank: int, meshes: Meshes) -> None:
-    """As `place`; a parameter that is born sharded stays so."""
-    deferred, storage = deferred_in(param), None
-    if deferred is not None and at.cut is not None:
-        storage = ShardStorage(deferred.shard.values.device, deferred.shard.values.is_pinned())
-        deferred.open()
-        deferred.make_plain()
-    place(param, at, rank)
-    if storage is not None:
-        DeferredParam(param, name, 0, meshes.of, 0).close(storage)
-
-
-def make_whole(param: nn.Parameter, at: Place, axes: UnitAxes, axis: Axis | None) -> None:
-    """Undo `place`, whose axes were others before; without other ranks (None) their parts are NaN."""
-    if at.cut is not None:
-        param.data = moves.assembled(param.detach(), axis, at.dim, at.ranges)
-        param._zero_cut = None
-    share_along(axes, [param])
-
-
 def _here(model: nn.Module) -> dict[str, nn.Module]:
     return {name: each for name, each in model.named_modules() if not isinstance(each, Elsewhere)}
 
@@ -298,7 +197,7 @@ def planned(model: nn.Module, settings: Config, rank: int, apart: Sequence[str] 
     ranks = settings.grid.ranks("tp", rank)
     if len(ranks) == 1 and settings.tensor_parallel.reduce != "tree":
         return None
-    if (before := model.__dict__.get(RECORD)) is not None:
+    if (before := model.__dict__.get(CutModel.RECORD)) is not None:
         blocks = settings.tensor_parallel.blocks * (settings.tensor_parallel.reduce == "tree")
         same = (before.plan.rank, before.plan.ranks, before.blocks) == (ranks.index(rank), len(ranks), blocks)
         if not (same and before.whole):
@@ -314,16 +213,3 @@ def planned(model: nn.Module, settings: Config, rank: int, apart: Sequence[str] 
     if settings.tensor_parallel.reduce == "tree":
         check_blocks(model, plan, settings.tensor_parallel)
     return plan
-
-
-def refuse_graphs(params: dict[str, nn.Parameter]) -> None:
-    """Raise RuntimeError where a graph of an earlier forward is kept: it expects gradients of whole parameters."""
-    for name, param in params.items():
-        if param.requires_grad and owner_of(param) is None:
-            values, param.data = param.data, param.data.new_empty(0)
-            kept, param.data = shape_of_gradient(param) != (0,), values
-            if kept:
-                raise RuntimeError(
-                    f"initialize(): a graph of an earlier forward knows parameter '{name}' whole, of a loss that is "
-                    "kept say; drop it (loss = loss.detach()) before layers are cut"
-                )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zero.core.comm import Axis
 from zero.core.replaced_forward import ReplacedForward
-from zero.parallel.tensor import moves
+from zero.parallel import moves
 from zero.parallel.tensor.layers import Layer
 from zero.plan.tensors import sizes_of
 

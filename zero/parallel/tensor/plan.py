@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
+from zero.parallel.division import Place
 from zero.parallel.pipeline.partition import layers as blocks_of
 from zero.parallel.tensor.forward import has_dropout
 from zero.parallel.tensor.layers import COUNTS, Layer, Slot, base_of, set_shares
 from zero.parallel.tensor.styles import OF_MODEL, Styles, linears_of, pretrained, styles_of
-from zero.plan.cut import Cut
-from zero.plan.grid import DENSE, PARTS, UnitAxes
+from zero.plan.grid import DENSE, PARTS
 from zero.plan.tensors import STYLES, ranges_of, share_of, slice_of
 
 # Modules that do to each token the same as to one alone; all others between cut ones are given whole sequences.
@@ -28,21 +28,6 @@ class Block:
 
     scope: str
     layers: list[Layer]
-
-
-class Place(NamedTuple):
-    """A rank's slice of a parameter (`cut`, None for all), and the axes of the ranks that share it.
-
-    dim: that is cut, along which each of the ranks has these `ranges`, starts and sizes; said: by the plan of a user or
-    a model, that its gradient is a part of a sum.
-    """
-
-    param: nn.Parameter
-    cut: Cut | None
-    axes: UnitAxes
-    dim: int = 0
-    ranges: tuple[list[tuple[int, int]], ...] = ()
-    said: bool = False
 
 
 @dataclass

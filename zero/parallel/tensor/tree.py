@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zero.core.comm import Axis
 from zero.core.tree import Tree
-from zero.parallel.tensor import moves
+from zero.parallel import moves
 from zero.parallel.tensor.forward import CutForward, Regions
 from zero.parallel.tensor.layers import Layer, base_of
 from zero.parallel.tensor.plan import TensorPlan, pretrained

@@ -144,9 +144,8 @@ def _check_form(given: argparse.Namespace, axis: str) -> None:
 
 def _is_estimate(given: argparse.Namespace) -> bool:
     """Whether bytes are asked for and nothing that takes a search."""
-    timed = given.json or (
-        given.sequence and {given.tp, given.ep} <= {None, 0, 1}
-    )  # which says how large messages along tp are
+    sized = {given.tp, given.ep} <= {None, 0, 1}  # a sequence says no more than how large messages along these are
+    timed = given.json or (given.sequence and sized)
     return given.device in ("cuda", "cpu") and len(given.world or WORLDS) == 1 and not timed
 
 

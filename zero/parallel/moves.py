@@ -1,4 +1,4 @@
-"""Collectives of activations where layers are cut: one in the forward, and its transpose in the backward.
+"""Collectives of activations between parts of a model: one in the forward, and its transpose in the backward.
 
 A tensor that is whole is the same on all ranks along the axis, and so is its gradient; of one that is a partial sum,
 the sum over the ranks is meant, and of one that is cut, each rank has a part along a dim. M. Shoeybi et al.,
@@ -51,7 +51,7 @@ def regathered(x: Tensor, whole: Tensor, axis: Axis, dim: int, sizes: Sequence[i
 
 def exchanged(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """The rows that the ranks send this one, so many of each; of `x` they get so many, one rank after the other."""
-    return _Moved.apply(x, all_to_all, _returned, axis, sent, received)
+    return _Moved.apply(x, all_to_all, lambda x, *_: all_to_all(x, axis, received, sent), axis, sent, received)
 
 
 def added_once(x: Tensor, bias: Tensor, axis: Axis) -> Tensor:
@@ -143,10 +143,6 @@ def _exchange(what: str, leaves: int, axis: Axis, start: Callable[..., Any]) -> 
     with axis.watchdog.sending(collective):
         work = start(group=axis.group, async_op=True)
     axis.watchdog.wait((work,), collective)
-
-
-def _returned(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    return all_to_all(x, axis, received, sent)
 
 
 def _same(x: Tensor, *_: Any) -> Tensor:
