@@ -19,7 +19,7 @@ from torch import nn
 import zero
 from zero.config import ConfigError, load
 from zero.config.expert_parallel import ExpertParallel
-from zero.parallel.experts.cutting import RECORD, divided
+from zero.parallel.experts.cutting import CutExperts, divided
 from zero.parallel.experts.find import experts_of
 from zero.parallel.refusals import refuse_model
 
@@ -102,7 +102,7 @@ def test_ranks_that_do_not_divide_those_there_are() -> None:
 
 def test_experts_that_were_divided_before() -> None:
     model = Experts()
-    model.__dict__[RECORD] = SimpleNamespace(ranks=SimpleNamespace(size=4))
+    model.__dict__[CutExperts.RECORD] = SimpleNamespace(axis=SimpleNamespace(size=4))
     with pytest.raises(ValueError, match=r"were divided among 4 ranks, for an engine .*this JSON says 2; make the"):
         divided(model, load(json_with(2), 4), 0)
 

@@ -23,7 +23,7 @@ LIMITS = {
     "zero/config": 2560,
     "zero/core": 8170,
     "zero/data": 1060,
-    "zero/engine": 9500,
+    "zero/engine": 9510,
     "zero/examples": 100,
     "zero/kernels": 1890,
     "zero/launch": 4220,

@@ -6,13 +6,16 @@ from typing import Annotated, ClassVar
 from zero.config.unavailable import Idle, Unavailable
 from zero.config.values import Bool, Count, NotNegative, Positive, PositiveOrAuto, Section, choice
 
+_ONE = (None, 1)
 _STRUCTURE = Idle("experts are found by the model's ep_plan, by their structure or by zero.experts")
 _THEIRS = Idle("experts compute as the model says, and its experts_implementation")
 _OF_MODEL = "is for the model to say, whose own router runs; leave it out"
 _ROUTER = Unavailable(_OF_MODEL, on=lambda value: value not in (None, "auto"))
 _SAID = Unavailable(_OF_MODEL, on=lambda value: value is not None)
-_SCALE = Unavailable(_OF_MODEL, on=lambda value: value != 1)
-_WHOLE = Unavailable("is not available: each expert is whole on its ranks; leave it out", on=lambda value: value != 1)
+_SCALE = Unavailable(_OF_MODEL, on=lambda value: value not in _ONE)
+_WHOLE = Unavailable(
+    "is not available: each expert is whole on its ranks; leave it out", on=lambda value: value not in _ONE
+)
 _COMM = Idle("tokens travel over the ranks' own backend")
 
 
