@@ -44,6 +44,8 @@ _HOMES = {
     "tile_loss": "zero.tiled.loss",
     "tile_mlp": "zero.tiled.mlp",
     "experts": "zero.parallel.experts.find",
+    "layout": "zero.parallel.operators.cutting",
+    "shard": "zero.parallel.operators.cutting",
     "groups": "zero.parallel.grid_groups",
     "LayerSpec": "zero.engine.pipeline_module",
     "PipelineModule": "zero.engine.pipeline_module",
@@ -74,6 +76,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.parallel.attention import attention, shared_attention
     from zero.parallel.experts.find import experts
     from zero.parallel.grid_groups import groups
+    from zero.parallel.operators.cutting import layout, shard
     from zero.parallel.tensor.told_sizes import tp_model_init
     from zero.plan.cut import Box, Cut
     from zero.plan.grid import UnitAxes

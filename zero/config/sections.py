@@ -226,6 +226,11 @@ class Zero(Section):
     """What the gradient of a step is the mean over: "micro_batches", each of one weight, or "tokens", all that count on
     all ranks and in all micro-batches, as engine.backward(loss, tokens=n) tells."""
     context: Context = absent(Context)
+    shard: Settings
+    """By class names or path patterns of modules, the pieces that each dim of their tensors is cut in over the ranks:
+    `[[4, 1], [1, 1]]` of each input and then of each own parameter, or `{"in": [...], "out": [...]}`; see `zero.shard`."""
+    full_batch: Bool = False
+    """All ranks are given the whole batch, of which each computes its rows, and get whole outputs; with `shard`."""
     drop_last_window: Bool = False
     """Drop the gradients of a step that the end of a pass over the training data leaves incomplete."""
     timeout: Seconds = TIMEOUT

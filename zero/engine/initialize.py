@@ -61,6 +61,8 @@ from zero.optim.shard_optimizer import ShardOptimizer
 from zero.parallel.experts.cutting import CutExperts, divided
 from zero.parallel.experts.find import Experts
 from zero.parallel.experts.separate import told_experts
+from zero.parallel.operators.cutting import CutOperators, strategies_in
+from zero.parallel.operators.strategy import Strategy
 from zero.parallel.pipeline.build import Pipelined, pipelined
 from zero.parallel.shared import SharedSequences
 from zero.parallel.tensor.cutting import CutModel, planned
@@ -155,12 +157,12 @@ def _make(
     model, settings = given.model, given.settings
     experts = divided(model, settings, data.rank)
     apart = [each.name for each in (experts if isinstance(experts, list) else getattr(experts, "found", ()))]
-    plan = planned(model, settings, data.rank, apart)
+    plan, operators = planned(model, settings, data.rank, apart), strategies_in(model, settings)
     groups, client = _grouped(model, given.optimizer, given.model_parameters, settings, data.rank)
     with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
         zero_optimizer = _make_optimizer(groups, client, settings, stages)
         scheduler = arguments.make_scheduler(given.lr_scheduler, zero_optimizer, settings)
-        engine = _make_engine(model, zero_optimizer, settings, data, training_data, stages, plan, experts)
+        engine = _make_engine(model, zero_optimizer, settings, data, training_data, stages, plan, experts, operators)
     engine.lr_scheduler = scheduler
     return engine
 
@@ -190,6 +192,7 @@ def _make_engine(
     stages: Pipelined | None,
     plan: TensorPlan | CutModel | None,
     experts: list[Experts] | CutExperts | None,
+    operators: Mapping[str, tuple[Any, Strategy]],
 ) -> Engine:
     stage, managed, device = settings.zero_optimization.stage, settings.managed_gradient_accumulation, local_device()
     sharding = Sharding.of_stage(stage, settings.reduces_each, managed)
@@ -207,6 +210,8 @@ def _make_engine(
             _refuse(model, groups, settings, sharding, world)
             # What fails from here on leaves it cut, whole layers being on no rank; the next call goes on with that.
             forms = _cut(model, plan, experts, meshes, settings, stages)
+            if operators:
+                forms = forms._replace(operators=CutOperators(model, operators, meshes, zero.full_batch))
             _agree(model, groups, world, meshes)
             if (other := sharer(model, settings)) is not None and zero_optimizer is None:
                 world.watchdog.close()

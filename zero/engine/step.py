@@ -55,6 +55,7 @@ from zero.monitor.step_record import StepRecord
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
 from zero.parallel.experts.cutting import CutExperts
+from zero.parallel.operators.cutting import CutOperators
 from zero.parallel.shared import SharedSequences
 from zero.parallel.tensor.cutting import CutModel
 from zero.recompute.modules import Recomputing
@@ -62,16 +63,24 @@ from zero.watchdog.hang_report import Phase
 
 
 class Forms(NamedTuple):
-    """The division of a model's sequences, layers and experts among ranks; None for what is not divided."""
+    """The division of a model's sequences, layers, experts and operators among ranks; None for what is not divided."""
 
     sharing: SharedSequences | None = None
     tensors: CutModel | None = None
     experts: CutExperts | None = None
+    operators: CutOperators | None = None
 
     @property
-    def divisions(self) -> list[CutModel | CutExperts]:
-        """Of parameters."""
-        return [each for each in (self.tensors, self.experts) if each is not None]
+    def alike(self) -> str | None:
+        """Why ranks run equally many micro-batches; None where they need not."""
+        if self.operators is not None:
+            return "operators are cut over all of them"
+        return "tokens travel to experts of other ranks" if self.experts is not None else None
+
+    @property
+    def divisions(self) -> list[CutModel | CutExperts | CutOperators]:
+        """All but that of sequences."""
+        return [each for each in (self.tensors, self.experts, self.operators) if each is not None]
 
 
 class TrainingStep:
@@ -134,6 +143,8 @@ class TrainingStep:
         model = self.model
         if self.forms.sharing is not None:
             model = functools.partial(self.forms.sharing.run, model, self._begins_first)
+        if self.forms.operators is not None:
+            model = functools.partial(self.forms.operators.run, model)
         return self.run(model, inputs, kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -325,7 +336,7 @@ class TrainingStep:
         try:
             with watched, timed, self._precision.forward(), self._seeded(), self.recomputing.scope():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
-                if self.forms.experts is not None:
+                if self.forms.alike is not None:
                     self._begins_first()  # also where no parameter is gathered: tokens wait for those of all ranks
                 output = call(*inputs, **kwargs)
             self._sharded.world.watchdog.status.forwards += torch.is_grad_enabled()

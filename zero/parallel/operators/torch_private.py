@@ -1,0 +1,48 @@
+"""Every private name of torch that operators use, with what we need of it: DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import ExplicitRedistributionContext as no_implicit_moves  # noqa: F401
+
+T = TypeVar("T", bound=DTensor)
+
+
+class _As(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, kind: type[DTensor]) -> DTensor:
+        return kind(x._local_tensor.detach(), x._spec, requires_grad=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
+        return grad, None
+
+
+def with_class(x: DTensor, kind: type[T]) -> T:
+    """The same tensor as one of another class."""
+    return _As.apply(x, kind)
+
+
+def local_shape(x: DTensor) -> tuple[int, ...]:
+    """The shape of this rank's piece."""
+    return tuple(x._local_tensor.shape)
+
+
+def device_mesh(ranks: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> DeviceMesh:
+    """A mesh of the global ranks [...], with this rank's group along each dim; collective.
+
+    Of several dims one is made beside them, of all ranks: what all of them do then is one collective.
+    """
+    names = tuple(f"cut{at}" for at in range(ranks.ndim))
+    kind = "cuda" if dist.get_backend(groups[0]) == "nccl" else "cpu"
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], kind, ranks, mesh_dim_names=names)
+    mesh = DeviceMesh.from_group([*groups], kind, ranks, mesh_dim_names=names)
+    mesh._flatten("cuts")
+    return mesh
