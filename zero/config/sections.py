@@ -227,8 +227,8 @@ class Zero(Section):
     all ranks and in all micro-batches, as engine.backward(loss, tokens=n) tells."""
     context: Context = absent(Context)
     shard: Settings
-    """By class names or path patterns of modules, the pieces that each dim of their tensors is cut in over the ranks:
-    `[[4, 1], [1, 1]]` of each input and then of each own parameter, or `{"in": [...], "out": [...]}`; see `zero.shard`."""
+    """By class names or path patterns of modules, the pieces that each dim of their tensors is cut in over the ranks,
+    `[[4, 1], [1, 1]]` for each input and then each own parameter, or `{"in": [...], "out": [...]}`: see `zero.shard`."""
     full_batch: Bool = False
     """All ranks are given the whole batch, of which each computes its rows, and get whole outputs; with `shard`."""
     drop_last_window: Bool = False

@@ -192,7 +192,7 @@ def _make_engine(
     stages: Pipelined | None,
     plan: TensorPlan | CutModel | None,
     experts: list[Experts] | CutExperts | None,
-    operators: Mapping[str, tuple[Any, Strategy]],
+    operators: list[tuple[Any, Strategy]],
 ) -> Engine:
     stage, managed, device = settings.zero_optimization.stage, settings.managed_gradient_accumulation, local_device()
     sharding = Sharding.of_stage(stage, settings.reduces_each, managed)

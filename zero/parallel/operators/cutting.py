@@ -17,27 +17,26 @@ from zero.core.mesh import Meshes
 from zero.core.tensors import map_leaves
 from zero.log import rank_zero
 from zero.parallel.division import Division
-from zero.parallel.operators.strategy import Strategy, kind_of, plan_mesh, strategy_of
+from zero.parallel.operators.strategy import Strategy, plan_mesh, strategy_of
 from zero.parallel.tensor.first_step import compare_batch
 from zero.plan.grid import DATA
 from zero.plan.patterns import hits
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-_STRATEGY = "_zero_strategy"  # of a module: what `shard` was told
+_STRATEGY = "_zero_strategy"  # of a module, or a function that is to be cut
 
 
 def shard(target: T, in_strategy: Any, out_strategy: Any = None) -> T:
-    """Have an engine cut a module's forward, or a function, over its ranks; returns the module, or the function to call.
+    """Have an engine cut a module's forward, or a function, over its ranks; returns the module, or what to call.
 
-    in_strategy: a tuple with the pieces of each dim, ((4, 1), (1, 1)), for each tensor that it is given and, behind
-    them, each parameter of the module itself; None for a tensor that is whole and the same on all ranks. The product of
-    pieces divides the ranks; the rest of them computes the same. out_strategy: the pieces of the result; without it the
-    result stays as it comes, which may be the parts of a sum, and the next operator has it moved where it disagrees.
-    A function is to be an attribute of the module that calls it. Raises ValueError for what are no pieces.
+    in_strategy: the pieces of each dim, ((4, 1), (1, 1)), of each tensor that it is given and, behind them, of the
+    module's own parameters; None for a tensor that is whole and the same on all ranks. Their product divides the ranks;
+    ranks beyond it compute the same. out_strategy: the pieces of the result; without it that stays as it comes, perhaps
+    as parts of a sum, and is moved where the next operator wants it otherwise, or its rows. A function is to be an
+    attribute of the module that calls it. Raises ValueError for what are no pieces.
     """
-    name = getattr(target, "__name__", type(target).__name__)
-    strategy = strategy_of(name, kind_of(target), in_strategy, out_strategy)
+    strategy = strategy_of(getattr(target, "__name__", type(target).__name__), target, in_strategy, out_strategy)
     if isinstance(target, nn.Module):
         setattr(target, _STRATEGY, strategy)
         return target
@@ -47,36 +46,30 @@ def shard(target: T, in_strategy: Any, out_strategy: Any = None) -> T:
 
 
 def layout(x: torch.Tensor) -> str:
-    """How a tensor lies on the ranks: mesh, placements, local and whole shape; and as MindSpore says it."""
+    """How a tensor lies on the ranks: mesh, placements, local and whole shape, and MindSpore's tensor map."""
     from zero.parallel.operators.placed import text_of
 
     return text_of(x)
 
 
-def strategies_in(model: nn.Module, settings: Config) -> dict[str, tuple[Any, Strategy]]:
-    """What is cut, and how, by the names of modules, or of the modules' attributes that are functions.
-
-    Raises ValueError for a pattern that names no module, and for what are no pieces.
-    """
-    section = settings.zero.shard
-    found, missing = dict[str, tuple[Any, Strategy]](), set(section)
+def strategies_in(model: nn.Module, settings: Config) -> list[tuple[Any, Strategy]]:
+    """What is cut, modules and functions, and how. Raises ValueError for a pattern of the JSON that names no module."""
+    found, section, left = list[tuple[Any, Strategy]](), settings.zero.shard, {*settings.zero.shard}
     for path, module in model.named_modules():
-        here = hits(section, type(module).__name__, path)
-        missing.difference_update(here)
-        if here:
-            said = section[here[-1]]
-            said = said if isinstance(said, Mapping) else {"in": said}
-            strategy = strategy_of(path, kind_of(module), said.get("in"), said.get("out"))
-            found[path] = module, strategy
-        elif (own := getattr(module, _STRATEGY, None)) is not None:
-            found[path] = module, own._replace(name=path or own.name)
+        own = getattr(module, _STRATEGY, None)
+        if own is not None:
+            own = own._replace(name=path)
+        for pattern in hits(section, type(module).__name__, path):
+            left.discard(pattern)
+            said = section[pattern] if isinstance(section[pattern], Mapping) else {"in": section[pattern]}
+            own = strategy_of(path, module, said.get("in"), said.get("out"))
+        if own is not None:
+            found.append((module, own))
         for name, value in vars(module).items():
-            if type(value).__name__ == "CutFunction":
-                value.strategy = value.strategy._replace(name=f"{path}.{name}".lstrip("."))
-                found[value.strategy.name] = value, value.strategy
-    if missing:
-        names = [path for path, _ in model.named_modules() if path]
-        raise ValueError(f"zero.shard: {sorted(missing)} name no module of the model; it has {names}")
+            if type(own := getattr(value, "strategy", None)) is Strategy:
+                found.append((value, own._replace(name=f"{path}.{name}".lstrip("."))))
+    if left:
+        raise ValueError(f"zero.shard: {sorted(left)} name no module; there are {[*dict(model.named_modules())][1:]}")
     return found
 
 
@@ -85,55 +78,49 @@ class CutOperators(Division):
 
     RECORD, WHAT = "_zero_cut_operators", "operators"
 
-    def __init__(self, model: nn.Module, found: Mapping[str, tuple[Any, Strategy]], meshes: Meshes, full: bool) -> None:
+    def __init__(self, model: nn.Module, found: list[tuple[Any, Strategy]], meshes: Meshes, full: bool) -> None:
         """Collective. full: all ranks are given the whole batch, and get whole outputs."""
         if (before := model.__dict__.get(self.RECORD)) is not None:
-            before.restore()
+            before.restore()  # of an engine that was dropped
         super().__init__(model, {}, meshes.along(*DATA))
-        from zero.parallel.operators.operator import CutForward
+        from zero.parallel.operators.operator import CutForward, Cutter
         from zero.parallel.operators.placed import OperatorMesh, Placed
 
-        plan = plan_mesh(self.axis.size, [strategy for _, strategy in found.values()])
-        self.mesh = OperatorMesh(meshes, plan)
-        for target, strategy in found.values():
+        shape, placings = plan_mesh(self.axis.size, [strategy for _, strategy in found])
+        self.mesh, self._kind, self._full, self._compared = OperatorMesh(meshes, shape), Placed, full, False
+        for (target, strategy), placing in zip(found, placings, strict=True):
+            cutter = Cutter(self.mesh, strategy, placing)
             if isinstance(target, nn.Module):
-                self.forwards.append(CutForward(target, strategy, self.mesh))
+                self.forwards.append(CutForward(target, cutter))
             else:
-                self._changed.append((target, "mesh", None))
-                target.mesh = self.mesh
-        self._kind, self._full, self._compared = Placed, full, False
-        rank_zero(logging.INFO, "zero.shard: %d operators on a mesh %s of ranks", len(found), plan.shape)
+                self._changed.append((target, "cutter", None))
+                target.cutter = cutter
+        rank_zero(logging.INFO, "zero.shard: %d operators on a mesh %s of ranks", len(found), shape)
 
     def before_step(self) -> None:
         """Nothing is compared."""
 
     def run(self, call: Callable[..., Any], /, *inputs: Any, **kwargs: Any) -> Any:
-        """The model on this rank's rows of the batch, or on its own batch; ValueError where ranks cannot have rows."""
-        rows = next((len(each) for each in tensors_in((inputs, kwargs)) if each.ndim), 0)
-        ranks = self.axis.size
+        """The model on its rows of the batch that all are given, or on its own batch; ValueError for unequal rows."""
+        ranks, rows = self.axis.size, next((len(each) for each in tensors_in((inputs, kwargs)) if each.ndim), 0)
         if not self._full:
             counts = comm.gather_scalars(torch.tensor([rows], device=local_device()), self.axis, "rows of a batch")
-            if len({*map(tuple, counts)}) > 1:
-                raise ValueError(f"zero.shard: ranks have {counts} rows; all want equally many")
-            return map_leaves(call(*inputs, **kwargs), self._plain)
-        if not self._compared:
+            if len({*(counts := counts.flatten().tolist())}) > 1:
+                raise ValueError(f"zero.shard: ranks have batches of {counts} rows; they want equally many")
+        elif not self._compared:
             compare_batch((inputs, kwargs), self.axis)
             self._compared = True
-        if rows % ranks:
-            raise ValueError(
-                f"zero.full_batch: {ranks} ranks do not divide the {rows} rows of a batch; drop the last ones"
-            )
+        if self._full and rows % ranks:
+            raise ValueError(f"zero.full_batch: {ranks} ranks do not divide a batch of {rows} rows; leave the last out")
 
         def cut(leaf: Any) -> Any:
-            whole = not isinstance(leaf, torch.Tensor) or not leaf.ndim or len(leaf) != rows
-            return leaf if whole else leaf.chunk(ranks)[self.axis.rank]
+            of_batch = self._full and isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == rows
+            return leaf.chunk(ranks)[self.axis.rank] if of_batch else leaf
 
-        def gather(leaf: Any) -> Any:
-            own = isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) * ranks == rows
-            return self.mesh.gathered(leaf) if own else leaf
+        def give(leaf: Any) -> Any:
+            leaf = leaf.plain() if isinstance(leaf, self._kind) else leaf
+            of_batch = self._full and isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) * ranks == rows
+            return self.mesh.whole_of(self.mesh.of_rows(leaf), "full_batch") if of_batch else leaf
 
         inputs, kwargs = map_leaves((inputs, kwargs), cut)
-        return map_leaves(map_leaves(call(*inputs, **kwargs), self._plain), gather)
-
-    def _plain(self, leaf: Any) -> Any:
-        return leaf.plain() if isinstance(leaf, self._kind) else leaf
+        return map_leaves(call(*inputs, **kwargs), give)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import ExplicitRedistributionContext as no_implicit_moves  # noqa: F401
 
+_NUMBERS = itertools.count()
 T = TypeVar("T", bound=DTensor)
 
 
@@ -39,10 +41,11 @@ def device_mesh(ranks: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> Dev
 
     Of several dims one is made beside them, of all ranks: what all of them do then is one collective.
     """
-    names = tuple(f"cut{at}" for at in range(ranks.ndim))
+    number = next(_NUMBERS)  # meshes of one name are taken for each other, also when the groups of one are gone
+    names = tuple(f"operators_{number}_{at}" for at in range(ranks.ndim))
     kind = "cuda" if dist.get_backend(groups[0]) == "nccl" else "cpu"
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], kind, ranks, mesh_dim_names=names)
     mesh = DeviceMesh.from_group([*groups], kind, ranks, mesh_dim_names=names)
-    mesh._flatten("cuts")
+    mesh._flatten(f"operators_{number}")
     return mesh
