@@ -8,6 +8,7 @@ Names are looked up when they are first used, so `import zero` costs next to not
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -108,3 +109,5 @@ def _print_errors_once() -> None:
 
 
 _print_errors_once()
+if "torch.nn" in sys.modules:  # else whatever of zero imports torch first
+    importlib.import_module("zero.recompute.marks")  # gives modules a method

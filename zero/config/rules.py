@@ -75,8 +75,8 @@ def storage(file: File) -> Iterator[str]:
         if section.device == "nvme" and not section.nvme_path:
             yield f"zero_optimization.{name}.nvme_path: is missing; device 'nvme' needs a folder on a fast local drive"
     recompute = file.zero.recompute
-    if recompute.model_fields_set and not recompute.modules:
-        yield "zero.recompute.modules: is missing; name classes or paths of modules, such as ['Block']"
+    if recompute.ops and recompute.policy != "full":
+        yield f"zero.recompute.ops: got {recompute.ops} with policy '{recompute.policy}'; keep one of the two"
     if recompute.policy == "auto" and recompute.budget is None:
         yield "zero.recompute.budget: is missing; policy 'auto' fits activations into it, such as '12 GiB'"
     if recompute.policy != "auto" and recompute.budget is not None:

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim._muon import _adjust_lr as muon_learning_rate  # noqa: F401  (lr, adjust_lr_fn or None, shape) -> lr
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz  # noqa: F401  may write into a bf16 one
 from torch.utils._python_dispatch import _disable_current_modes as without_modes  # noqa: F401  of __torch_dispatch__
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 # Metadata reads and calls inside run as if the classes of tensors had no `__torch_function__`.
@@ -58,6 +59,18 @@ def storage_references(tensor: torch.Tensor) -> int:
 def tensor_references(tensor: torch.Tensor) -> int:
     """How many hold the tensor, graphs among them; only differences mean something."""
     return tensor._use_count()
+
+
+def kept_unchanged(later: Any) -> bool:
+    """Whether nothing has written into what torch's selective checkpoint, of whose contexts `later` is one, keeps."""
+    kept = [[*each.values()] if isinstance(each, dict) else each for each in later.storage.values()]
+    of_tensors = (leaf for leaf in tree_leaves(kept) if getattr(leaf, "version", None) is not None)
+    return all(leaf.val._version == leaf.version for leaf in of_tensors)
+
+
+def operators_run(later: Any) -> Mapping[Any, int]:
+    """How often a recomputation ran each operator, as far as torch tells."""
+    return getattr(later, "func_counter", {})
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:

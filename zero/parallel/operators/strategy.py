@@ -66,8 +66,8 @@ def strategy_of(name: str, target: nn.Module | Callable[..., Any], inputs: Any, 
         right = isinstance(own, Sequence) and all(type(count) is int and count > 0 for count in own)
         if own is not None and not right:
             raise ValueError(
-                f"zero.shard: '{name}': got {inputs!r} -> {output!r}, wanted the pieces of each dim of each tensor, as in "
-                "((4, 1), (1, 1))"
+                f"zero.shard: '{name}': got {inputs!r} -> {output!r}, wanted the pieces of each dim of each tensor, as "
+                "in ((4, 1), (1, 1))"
             )
     kinds = type(target).__mro__ if isinstance(target, nn.Module) else (target,)
     kind = next((each for each in kinds if each in _DIMS), kinds[0])
@@ -102,10 +102,11 @@ def _assigned(strategy: Strategy, primes: Sequence[int]) -> Placing:
     pieces: dict[Hashable, int] = {}
     for own, names in zip(strategy.inputs, labels, strict=True):
         for label, count in zip(names, own or (), strict=True):
-            if 1 not in (count, before := pieces.get(label, 1)) and count != before:
+            before = pieces.get(label, 1)
+            if 1 < count != before > 1:
                 raise ValueError(
-                    f"zero.shard: '{strategy.name}': {strategy.inputs} has a dim in {before} and in {count} pieces that "
-                    "two tensors have in common; both are to be cut alike"
+                    f"zero.shard: '{strategy.name}': {strategy.inputs} has a dim that two tensors have in common in "
+                    f"{before} and in {count} pieces; both are to be cut alike"
                 )
             pieces[label] = max(count, before)
     found = _taken(strategy, pieces, primes, {})

@@ -28,9 +28,10 @@ from zero.parallel.tensor.forward import (
     has_dropout,
 )
 from zero.parallel.tensor.layers import Layer, set_widths
-from zero.parallel.tensor.plan import TensorPlan, is_inside, tensor_plan
+from zero.parallel.tensor.plan import TensorPlan, tensor_plan
 from zero.parallel.tensor.styles import OF_MODEL
 from zero.parallel.tensor.tree import NoDraws, TreeForward, check_blocks
+from zero.plan.patterns import is_inside
 
 
 class CutModel(Division):
