@@ -41,6 +41,7 @@ class Cutter:
         args, kwargs = tree_map_only(Tensor, lambda x: self._enter(x, *next(cuts)), (args, kwargs))
         with _Inside(mesh, {id(param): self._fitting(param, *each) for param, each in zip(own, cuts, strict=False)}):
             try:
+                state = _random_state()
                 with no_implicit_moves():
                     out = call(*args, **kwargs)
             except (RuntimeError, NotImplementedError) as error:
@@ -50,6 +51,11 @@ class Cutter:
                     f"zero.shard: '{name}': DTensor has no rule by which ranks compute this of their pieces alone; cut "
                     f"other dims, or leave it without a strategy: {str(error).partition(' on DeviceMesh')[0]}"
                 ) from error
+        if not torch.equal(state, _random_state()):
+            raise ValueError(
+                f"zero.shard: '{name}' draws random numbers, which are others on each rank, also for what they have in "
+                "common; leave what draws them without a strategy"
+            )
         return tree_map_only(DTensor, self._leave, out)
 
     def _enter(self, x: Tensor, cuts: Any, pieces: Any) -> DTensor:
@@ -59,12 +65,13 @@ class Cutter:
                 return self._mesh.of_whole(x, cuts)
             x = self._mesh.of_rows(x)
         x = with_class(x, DTensor) if isinstance(x, Placed) else x
-        return self._mesh.move(x, self._mesh.placements(cuts), self._strategy.name)
+        return self._mesh.move(x, self._mesh.placements(cuts), f"into {self._strategy.name}")
 
     def _leave(self, x: DTensor) -> Placed:
+        x = with_class(x, DTensor) if isinstance(x, Placed) else x  # of an operator inside
         if self._placing.output is not None:
             cuts = self._fitting(x, self._placing.output, self._strategy.output)
-            x = self._mesh.move(x, self._mesh.placements(cuts), self._strategy.name)
+            x = self._mesh.move(x, self._mesh.placements(cuts), f"out of {self._strategy.name}")
         found = with_class(x, Placed)
         found.mesh_of_operators, found.where = self._mesh, self._strategy.name
         return found
@@ -77,6 +84,10 @@ class Cutter:
         if pieces is not None and (len(shape) != len(pieces) or any(map(int.__mod__, shape, pieces))):
             raise ValueError(f"zero.shard: '{self._strategy.name}': {pieces} does not divide a tensor of shape {shape}")
         return cuts or []
+
+
+def _random_state() -> Tensor:
+    return torch.cuda.get_rng_state() if torch.cuda.is_initialized() else torch.get_rng_state()
 
 
 class CutForward(ReplacedForward):

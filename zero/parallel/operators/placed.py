@@ -80,11 +80,11 @@ class OperatorMesh:
                 f"zero.shard: '{where}' gives {tuple(x.shape)}, of which {self.axis.size} ranks have not equally many "
                 "rows, as what has no strategy wants; give what comes next one"
             )
-        return self.move(x, [Shard(0)] * self.mesh.ndim, where).to_local()
+        return self.move(x, [Shard(0)] * self.mesh.ndim, f"rows of {where}").to_local()
 
     def whole_of(self, x: DTensor, where: str) -> Tensor:
         """All of it. Each rank makes a loss of its own of it, and the gradients add up."""
-        whole = self.move(x, [Replicate()] * self.mesh.ndim, where)
+        whole = self.move(x, [Replicate()] * self.mesh.ndim, f"all of {where}")
         return whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
 
     def redistribute(self, x: DTensor, placements: Sequence[Placement], where: str, backward: bool) -> DTensor:
