@@ -152,7 +152,7 @@ def _apart_in_64_bits(model: Any, inputs: dict[str, Any], meshes: Any) -> dict[s
         if name in found and param not in placed:
             dist.all_reduce(found[name])
         elif name in found:
-            found[name] = assembled(found[name], cut.ranks, 0, placed[param].ranges)
+            found[name] = assembled(found[name], cut.axis, 0, placed[param].ranges)
     return _apart(_mean(torch.tensor(loss)), {name: grad / 2 for name, grad in found.items()}, *wanted)
 
 
