@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 from torch.optim._muon import _adjust_lr as muon_learning_rate  # noqa: F401  (lr, adjust_lr_fn or None, shape) -> lr
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz  # noqa: F401  may write into a bf16 one
@@ -61,11 +62,20 @@ def tensor_references(tensor: torch.Tensor) -> int:
     return tensor._use_count()
 
 
-def kept_unchanged(later: Any) -> bool:
-    """Whether nothing has written into what torch's selective checkpoint, of whose contexts `later` is one, keeps."""
-    kept = [[*each.values()] if isinstance(each, dict) else each for each in later.storage.values()]
-    of_tensors = (leaf for leaf in tree_leaves(kept) if getattr(leaf, "version", None) is not None)
-    return all(leaf.val._version == leaf.version for leaf in of_tensors)
+def repeat_changed(later: Any) -> bool:
+    """Have what torch's selective checkpoint keeps, and something has written into since, be computed again.
+
+    later: the second of its contexts. False where this torch can only repeat all.
+    """
+    again = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
+    for kept in later.storage.values():
+        for at, entry in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
+            of_tensors = (leaf for leaf in tree_leaves(entry) if getattr(leaf, "version", None) is not None)
+            if any(leaf.val._version != leaf.version for leaf in of_tensors):
+                if again is None:
+                    return False
+                kept[at] = again
+    return True
 
 
 def operators_run(later: Any) -> Mapping[Any, int]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from zero.core.torch_private import kept_unchanged, operators_run
+from zero.core.torch_private import operators_run, repeat_changed
 from zero.recompute.holder import HOLDER
 
 
@@ -116,14 +116,14 @@ def _lasts(op: Any) -> bool:
 
 def _draws(op: Any, args: Any, kwargs: Any) -> bool:
     """Whether it draws at random. Then it is repeated, so that later draws are those of the forward."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
-        return False
-    names = [each.name for each in op._schema.arguments]
-    return "dropout_p" not in names or bool({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0))
+    schema = getattr(op, "_schema", None)  # operators of higher order have none, and draw nothing
+    given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs if schema else {}
+    drops = [value for name, value in given.items() if "dropout" in name]
+    return any(drops) if drops else torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
 class _Given:
-    """Gives what was kept to the first recomputation, unless something has written into it; later ones compute all.
+    """Gives what was kept, and nothing has written into, to the first recomputation; later ones compute all.
 
     There are several if a backward ran with `retain_graph`, or two backward calls go through one module.
     """
@@ -134,7 +134,7 @@ class _Given:
 
     def __enter__(self) -> None:
         kept, self._kept = self._kept, None
-        self._runs = kept if kept is not None and kept_unchanged(kept) else contextlib.nullcontext()
+        self._runs = kept if kept is not None and repeat_changed(kept) else contextlib.nullcontext()
         self._runs.__enter__()
 
     def __exit__(self, *error: Any) -> None:
