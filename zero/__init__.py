@@ -103,11 +103,11 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _print_errors_once() -> None:
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # a rank of `zero run` or torchrun
+def _prepare() -> None:
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # a rank of `zero run` or torchrun, which prints errors once
         importlib.import_module("zero.errors").install()
+    if "torch.nn" in sys.modules:  # else whatever of zero imports torch first
+        importlib.import_module("zero.recompute.marks")  # gives modules a method
 
 
-_print_errors_once()
-if "torch.nn" in sys.modules:  # else whatever of zero imports torch first
-    importlib.import_module("zero.recompute.marks")  # gives modules a method
+_prepare()
