@@ -119,6 +119,9 @@ class CutOperators(Division):
 
         def give(leaf: Any) -> Any:
             leaf = leaf.plain() if isinstance(leaf, self._kind) else leaf
+            if self._full and isinstance(leaf, torch.Tensor) and not leaf.ndim and leaf.is_floating_point():
+                mean = comm.gather_scalars(leaf.detach()[None], self.axis, "losses").mean()
+                return mean + (leaf - leaf.detach())  # the number is that of all rows, the gradient of these
             of_batch = self._full and isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) * ranks == rows
             return self.mesh.whole_of(self.mesh.of_rows(leaf), "full_batch") if of_batch else leaf
 

@@ -17,6 +17,8 @@ from zero.parallel.operators.placed import OperatorMesh, Placed
 from zero.parallel.operators.strategy import Placing, Strategy
 from zero.parallel.operators.torch_private import no_implicit_moves, with_class
 
+_NO_RULE = ("mplicit redistribution", "sharding strategy", "hybrid sharding")  # in what DTensor says
+
 
 class Cutter:
     """Calls functions on tensors that are cut by one strategy."""
@@ -44,8 +46,8 @@ class Cutter:
                 state = _random_state()
                 with no_implicit_moves():
                     out = call(*args, **kwargs)
-            except (RuntimeError, NotImplementedError) as error:
-                if "mplicit redistribution" not in str(error) and "sharding strategy" not in str(error):
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                if not any(word in str(error) for word in _NO_RULE):
                     raise
                 raise ValueError(
                     f"zero.shard: '{name}': DTensor has no rule by which ranks compute this of their pieces alone; cut "

@@ -18,11 +18,12 @@ Pieces = tuple[int, ...]
 Cuts = list[tuple[int, ...]]  # the dims of a mesh that each dim of a tensor is cut along
 
 # Dims of one letter are cut alike, of the tensors and last of the result; "*" is all dims before the letters.
-_LINEAR, _MATMUL, _CONV = ("*k", "nk", "n", "*n"), ("*mk", "*kn", "*mn"), ("nc", "oc", "o", "no")
+_LINEAR, _MATMUL = ("*k", "nk", "n", "*n"), ("*mk", "*kn", "*mn")
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, F.conv1d, F.conv2d, F.conv3d)
 _DIMS: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys((nn.Linear, F.linear), _LINEAR),
     **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul), _MATMUL),
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d, F.conv1d, F.conv2d, F.conv3d), _CONV),
+    **dict.fromkeys(_CONVOLUTIONS, ("nc", "oc", "o", "no")),
     nn.Embedding: ("*", "vd", "*d"),
     torch.addmm: ("mn", "mk", "kn", "mn"),
 }
@@ -47,10 +48,17 @@ class Strategy(NamedTuple):
         for at, (end, own) in enumerate(zip([*ends, result], [*self.inputs, self.output], strict=True)):
             letters = end.removeprefix("*") if own is not None else ""
             rest = range(len(own or ()) - len(letters))
-            # Those before the letters count from the right, as where shapes are broadcast.
-            before = [dim - len(rest) for dim in rest] if "*" in end else []
+            # Those before the letters count from the right, as where shapes are broadcast, or if that does not fit the first
+            # tensor, from the left, as masks of rows do.
+            first = self.inputs[0] or ()
+            left = end == "*" and not _fit(own, first[-len(rest) :]) and _fit(own, first)
+            before = [dim - (len(first) if left else len(rest)) for dim in rest] if "*" in end else []
             found.append([*before, *letters, *((at, dim) for dim in rest if not before)])
         return found
+
+
+def _fit(own: Pieces | None, other: Pieces) -> bool:
+    return all(count in (1, beside) for count, beside in zip(own or (), other, strict=False))
 
 
 class Placing(NamedTuple):
@@ -71,6 +79,11 @@ def strategy_of(name: str, target: nn.Module | Callable[..., Any], inputs: Any, 
             )
     kinds = type(target).__mro__ if isinstance(target, nn.Module) else (target,)
     kind = next((each for each in kinds if each in _DIMS), kinds[0])
+    if (
+        kind in _CONVOLUTIONS
+        and math.prod(count for at, own in enumerate(inputs) for count in (own or ())[at == 0 :]) > 1
+    ):
+        raise ValueError(f"zero.shard: '{name}': got {inputs!r}; of a convolution, DTensor cuts the samples only")
     first = tuple(None if own is None else tuple(own) for own in inputs)
     return Strategy(name, kind, first, None if output is None else tuple(output))
 
