@@ -23,7 +23,6 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, F.conv1d, F.conv2d, F.conv3d)
 _DIMS: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys((nn.Linear, F.linear), _LINEAR),
     **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul), _MATMUL),
-    **dict.fromkeys(_CONVOLUTIONS, ("nc", "oc", "o", "no")),
     nn.Embedding: ("*", "vd", "*d"),
     torch.addmm: ("mn", "mk", "kn", "mn"),
 }
@@ -48,9 +47,9 @@ class Strategy(NamedTuple):
         for at, (end, own) in enumerate(zip([*ends, result], [*self.inputs, self.output], strict=True)):
             letters = end.removeprefix("*") if own is not None else ""
             rest = range(len(own or ()) - len(letters))
-            # Those before the letters count from the right, as where shapes are broadcast, or if that does not fit the first
-            # tensor, from the left, as masks of rows do.
-            first = self.inputs[0] or ()
+            # Those before the letters count from the right, as where shapes are broadcast; if that does not fit the first
+            # tensor, from the left, as those of a mask of rows do.
+            first = next(iter(self.inputs), None) or ()
             left = end == "*" and not _fit(own, first[-len(rest) :]) and _fit(own, first)
             before = [dim - (len(first) if left else len(rest)) for dim in rest] if "*" in end else []
             found.append([*before, *letters, *((at, dim) for dim in rest if not before)])
@@ -79,11 +78,9 @@ def strategy_of(name: str, target: nn.Module | Callable[..., Any], inputs: Any, 
             )
     kinds = type(target).__mro__ if isinstance(target, nn.Module) else (target,)
     kind = next((each for each in kinds if each in _DIMS), kinds[0])
-    if (
-        kind in _CONVOLUTIONS
-        and math.prod(count for at, own in enumerate(inputs) for count in (own or ())[at == 0 :]) > 1
-    ):
-        raise ValueError(f"zero.shard: '{name}': got {inputs!r}; of a convolution, DTensor cuts the samples only")
+    rest = math.prod(count for at, own in enumerate(inputs) for count in (own or ())[at == 0 :])
+    if rest > 1 and not set(_CONVOLUTIONS).isdisjoint(kinds):
+        raise ValueError(f"zero.shard: '{name}': got {inputs!r}; of a convolution DTensor cuts the samples only")
     first = tuple(None if own is None else tuple(own) for own in inputs)
     return Strategy(name, kind, first, None if output is None else tuple(output))
 
