@@ -106,7 +106,11 @@ class Recomputing:
         ValueError for a name without one, a container, an unknown operator, and where there is nothing to recompute.
         """
         section, kinds = self._section, kinds_of(model)
-        said = {name: each.module.__dict__[MARK] for name, each in kinds.items() if MARK in vars(each.module or ())}
+        said = {
+            name: each.module.__dict__[MARK]
+            for name, each in kinds.items()
+            if MARK in getattr(each.module, "__dict__", ())
+        }
         where, all_names = "zero.recompute.modules", [(path, kind.name) for path, kind in kinds.items()]
         names = outermost(where, all_names, section.modules, [name for name, mode in said.items() if mode])
         found = [(name, kinds[name].module) for name in names[:: section.every]]

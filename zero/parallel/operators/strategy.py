@@ -47,8 +47,8 @@ class Strategy(NamedTuple):
         for at, (end, own) in enumerate(zip([*ends, result], [*self.inputs, self.output], strict=True)):
             letters = end.removeprefix("*") if own is not None else ""
             rest = range(len(own or ()) - len(letters))
-            # Those before the letters count from the right, as where shapes are broadcast; if that does not fit the first
-            # tensor, from the left, as those of a mask of rows do.
+            # Those before the letters count from the right, as where shapes are broadcast; if that does not fit the
+            # first tensor, from the left, as those of a mask of rows do.
             first = next(iter(self.inputs), None) or ()
             left = end == "*" and not _fit(own, first[-len(rest) :]) and _fit(own, first)
             before = [dim - (len(first) if left else len(rest)) for dim in rest] if "*" in end else []
