@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +131,22 @@ class Bypassed(Mixture):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + sum(x @ up.t() @ down.t() for up, down in zip(self.experts.up, self.experts.down, strict=True))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "stage"), [(2, 1), *longer((2, 0), (2, 3), (4, 2))])
+def test_copies_and_state_dicts_of_parts_which_are_whole_behind_the_engine(world: int, stage: int) -> None:
+    """Each would look like the model's own, with this rank's experts."""
+    model, wanted = Experts(), Experts().state_dict()
+    engine, *_ = zero.initialize(model=model, config=json_with(2, stage))
+    assert "which is cut over 2 ranks" in said_by(model.state_dict)
+    text = "is released; read it" if stage == 3 else "a copy of Experts, whose experts are divided among 2 ranks"
+    for call in (lambda: copy.deepcopy(model), lambda: torch.save(model, io.BytesIO())):
+        assert text in said_by(call)
+    engine.destroy()
+    found = copy.deepcopy(model).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert model(**integers(0, 0)).equal(Experts()(**integers(0, 0)))
 
 
 @pytest.mark.ranks

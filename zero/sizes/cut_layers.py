@@ -82,7 +82,8 @@ class CutCopy:
         if self.experts:
             yield from self._expert_text()
         if self.plan is None:
-            yield from ["Layers are cut by hand, as zero.set_cut says."] * (self.settings.grid.size("tp") > 1)
+            if self.settings.grid.size("tp") > 1:
+                yield "Layers are cut by hand, as zero.set_cut says."
             return
         yield f"Layers are cut over {self.plan.ranks} ranks as {self.plan.source} says; rank 0 has the most:"
         rows = folded(_fates(self.module, self.plan))

@@ -144,8 +144,8 @@ def _check_form(given: argparse.Namespace, axis: str) -> None:
 
 def _is_estimate(given: argparse.Namespace) -> bool:
     """Whether bytes are asked for and nothing that takes a search."""
-    sized = {given.tp, given.ep} <= {None, 0, 1}  # a sequence says no more than how large messages along these are
-    timed = given.json or (given.sequence and sized)
+    whole = {given.tp, given.ep} <= {None, 0, 1}  # else a sequence says how large messages along these are, and no more
+    timed = given.json or (given.sequence and whole)
     return given.device in ("cuda", "cpu") and len(given.world or WORLDS) == 1 and not timed
 
 
