@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
 import pytest
 from marks import longer
-from operator_models import WHOLE, Products, batch, engine_of
+from operator_models import WHOLE, Products, batch, config, engine_of
+from ranks import listening
 from torch.distributed.tensor.debug import CommDebugMode
 
+import zero
 from zero.parallel.operators.placed import Moved
 
 GIVEN, COLUMNS = (4, 1), (1, 4)
@@ -50,8 +53,37 @@ def test_what_moves_between_two_products(pair: str) -> None:
     engine.destroy()
 
 
-def between(counts: Counter[Moved], backward: bool) -> list[str]:
-    moved = [each for each in counts.elements() if each.where == "into two" and each.backward is backward]
+@pytest.mark.ranks(4)
+def test_a_cut_contraction_and_a_relu_cut_in_rows() -> None:
+    """One reduce-scatter between them."""
+    engine = engine_of(Products(((COLUMNS, (4, 1)),), between=((GIVEN,),)))
+    loss = engine(*(each.chunk(4)[engine.global_rank] for each in batch(0)))
+    mesh = engine._training.forms.operators.mesh
+    assert between(mesh.counts, False, "into between") == [SCATTER]
+    engine.backward(loss)
+    assert between(mesh.counts, True, "into between") == [GATHER]
+    engine.destroy()
+
+
+@pytest.mark.ranks(4)
+def test_the_log_says_each_once_and_the_summary_counts_all() -> None:
+    json = config() | {"comms_logger": {"enabled": True}}
+    engine = zero.initialize(model=Products(((GIVEN, WHOLE),), ((WHOLE, COLUMNS),)), config=json)[0]
+    with listening(logging.INFO) as said:
+        for number in range(3):
+            engine.backward(engine(*(each.chunk(4)[engine.global_rank] for each in batch(number))))
+            engine.step()
+    said = [line for line in said if "into two" in line]
+    there, back = "(cut 0) -> (whole) by all-gather", "(partial) -> (cut 0) in the backward by reduce-scatter"
+    assert said == ([f"zero.shard: into two: {way}" for way in (there, back)] if engine.global_rank == 0 else [])
+    mesh = engine._training.forms.operators.mesh
+    assert between(mesh.counts, False) == [GATHER] * 3
+    assert engine.log_comms_summary()["redistribution"].count == sum(mesh.counts.values())
+    engine.destroy()
+
+
+def between(counts: Counter[Moved], backward: bool, where: str = "into two") -> list[str]:
+    moved = [each for each in counts.elements() if each.where == where and each.backward is backward]
     return [word for each in moved for word in each.collectives]
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from operator_models import ROWS, WHOLE, WIDTH, engine_of
+from operator_models import ROWS, WHOLE, WIDTH, config, engine_of
 from torch import nn
 from torch.nn import functional as F
 
 import zero
 from zero.config import ConfigError, load
+from zero.core import torch_private
 from zero.parallel.operators.strategy import plan_mesh, strategy_of
 
 
@@ -26,13 +27,13 @@ class Around(nn.Module):
         self.layer, self.function = nn.Linear(WIDTH, WIDTH), zero.shard(function, *strategy)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self.layer(x)).sum()
+        return self.function(self.layer(x)).square().mean()
 
 
 @contextlib.contextmanager
 def refused(model: nn.Module, text: str, rows: int = ROWS // 4, **section: Any) -> Iterator[None]:
     engine = engine_of(model, **section)
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, RuntimeError), match=text):
         engine(torch.randn(rows, WIDTH))
     with torch.no_grad():  # all ranks are where they were
         assert engine.reduce(1.0) == 1
@@ -45,6 +46,9 @@ CASES: dict[str, tuple[Any, str]] = {
     "tensors": ((torch.relu, ((4, 1), (1, 1))), "called with 1 tensors, has 0 parameters"),
     "softmax of a dim that is cut": ((lambda x: x.softmax(1), ((1, 4),)), "'function': DTensor has no rule"),
     "dropout": ((F.dropout, ((1, 4),)), "'function' draws random numbers"),
+    "a write into what is given": ((torch.relu_, ((1, 4),)), "writes into what it is given.*inplace=False"),
+    "a rule that is wrong": ((lambda x: x.cumsum(-1), ((1, 4),)), "'function': DTensor has no rule.*those of one rank"),
+    "an error of its own": ((lambda x: x.view(8, 2, 8), ((1, 4),)), "'function', of this rank's pieces: shape"),
     "a result without rows": ((lambda x: x.t()[:3], ((1, 1),)), r"'function' gives \(3, 8\), of which 4 ranks"),
 }
 
@@ -75,6 +79,40 @@ def test_batches_that_ranks_cannot_share() -> None:
         pass
 
 
+@pytest.mark.ranks(4)
+def test_ranks_that_run_other_numbers_of_micro_batches() -> None:
+    engine = zero.initialize(
+        model=Around(torch.relu, ((4, 1),)), config=config(1) | {"managed_gradient_accumulation": False}
+    )[0]
+    with pytest.raises(RuntimeError, match=r"run \[1, 2, 2, 2\] micro-batches.*operators are cut over all of them"):
+        for _ in range(min(dist.get_rank(), 1) + 1):
+            engine.backward(engine(torch.randn(ROWS // 4, WIDTH)))
+        engine.step()
+    engine.destroy()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("full", [True, False])
+def test_a_wrong_rule_is_found_by_check(full: bool) -> None:
+    """None says that all ranks have the tensor whole; of these rows each has others."""
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+    own = x if full else x.chunk(4)[dist.get_rank()]
+    for strategy in (None, (4, 1)):
+        engine = engine_of(Around(torch.tanh, (strategy,)), full_batch=full)
+        found = engine.check((own,), steps=1, stages=(0, 3), accumulations=(1,))
+        assert bool(found) is (strategy is not None)
+        assert ("first in the gradient of 'layer.weight'" in str(found)) is (strategy is None)
+        engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_an_older_torch_is_named() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_private, "VERSION", (2, 12))
+        with pytest.raises(RuntimeError, match=r"operators with strategies want torch 2\.13"):
+            engine_of(Around(torch.relu, ((2, 1),)))
+
+
 @pytest.mark.ranks(2)
 def test_more_pieces_than_ranks_and_names_of_nothing() -> None:
     with pytest.raises(ValueError, match=r"'function': \(\(4, 1\),\) -> None makes 4 pieces on 2 ranks"):
@@ -97,6 +135,9 @@ def test_other_divisions_beside() -> None:
     for more in ({"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}):
         with pytest.raises(ConfigError, match="operators are cut over the ranks with samples"):
             load(base | more, 4)
+    for more in ({"reduce": "tree"}, {"mean": "tokens"}):
+        with pytest.raises(ConfigError, match="operators are cut over the ranks with samples"):
+            load(base | {"zero": base["zero"] | more}, 4)
 
 
 def test_functions_are_plain_where_no_engine_trains() -> None:

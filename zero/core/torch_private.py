@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 # Metadata reads and calls inside run as if the classes of tensors had no `__torch_function__`.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
@@ -60,6 +62,18 @@ def storage_references(tensor: torch.Tensor) -> int:
 def tensor_references(tensor: torch.Tensor) -> int:
     """How many hold the tensor, graphs among them; only differences mean something."""
     return tensor._use_count()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often something has written into it; 0 for inference tensors, which count nothing."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def require_torch(least: tuple[int, int], what: str) -> None:
+    """Raise RuntimeError below a version of torch that `what` wants."""
+    if least > VERSION:
+        wanted = ".".join(map(str, least))
+        raise RuntimeError(f"{what} want torch {wanted} or later; there is {torch.__version__}; install a later one")
 
 
 def repeat_changed(later: Any) -> bool:

@@ -72,10 +72,19 @@ class Forms(NamedTuple):
 
     @property
     def alike(self) -> str | None:
-        """Why ranks run equally many micro-batches; None where they need not."""
+        """Why ranks run equally many micro-batches, and what to do; None where they need not."""
         if self.operators is not None:
-            return "operators are cut over all of them"
-        return "tokens travel to experts of other ranks" if self.experts is not None else None
+            return "operators are cut over all of them, so all run equally many, of equally many rows"
+        if self.experts is not None:
+            return (
+                "tokens travel to experts of other ranks, so all run equally many; one that has no more runs the "
+                "forward and the backward of an empty batch, of 0 rows"
+            )
+        return None
+
+    def operators_uncut(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, each rank may call the model as often as it likes."""
+        return contextlib.nullcontext() if self.operators is None else self.operators.uncut()
 
     @property
     def divisions(self) -> list[CutModel | CutExperts | CutOperators]:
@@ -163,7 +172,8 @@ class TrainingStep:
         together = (self._sharded.sharding.params and not self._status.generating) or self.forms.experts is not None
         if self._sharded.world.size > 1 and together and _knows_synced_gpus(module, method):
             kwargs.setdefault("synced_gpus", True)
-        return self.run(functools.partial(as_forward, module, method), inputs, kwargs)
+        with self.forms.operators_uncut():
+            return self.run(functools.partial(as_forward, module, method), inputs, kwargs)
 
     @contextlib.contextmanager
     def gathered_for_generation(self) -> Iterator[Any]:
@@ -184,7 +194,7 @@ class TrainingStep:
             raise RuntimeError(
                 "gathered_for_generation() inside a forward or a backward of the model; call it between them"
             )
-        with GatheredParameters(sharded.module.parameters()):
+        with GatheredParameters(sharded.module.parameters()), self.forms.operators_uncut():
             hooked = sharded.hooked
             sharded.unhook(hooked)
             status.generating = True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -11,10 +13,12 @@ from torch import nn
 
 from zero.config import Config
 from zero.core import comm
+from zero.core.agree import agree
 from zero.core.comm import local_device
 from zero.core.hooks import tensors_in
 from zero.core.mesh import Meshes
 from zero.core.tensors import map_leaves
+from zero.core.torch_private import require_torch
 from zero.log import rank_zero
 from zero.parallel.division import Division
 from zero.parallel.operators.strategy import Strategy, plan_mesh, strategy_of
@@ -83,6 +87,7 @@ class CutOperators(Division):
         if (before := model.__dict__.get(self.RECORD)) is not None:
             before.restore()  # of an engine that was dropped
         super().__init__(model, {}, meshes.along(*DATA))
+        require_torch((2, 13), "operators with strategies")
         from zero.parallel.operators.operator import CutForward, Cutter
         from zero.parallel.operators.placed import OperatorMesh, Placed
 
@@ -97,18 +102,37 @@ class CutOperators(Division):
                 target.cutter = cutter
         rank_zero(logging.INFO, "zero.shard: %d operators on a mesh %s of ranks", len(found), shape)
 
+    @contextlib.contextmanager
+    def uncut(self) -> Iterator[None]:
+        """Inside, each rank computes whole operators, as of texts that it generates for itself."""
+        before, self.mesh.uncut = self.mesh.uncut, True
+        try:
+            yield
+        finally:
+            self.mesh.uncut = before
+
     def before_step(self) -> None:
         """Nothing is compared."""
 
     def run(self, call: Callable[..., Any], /, *inputs: Any, **kwargs: Any) -> Any:
-        """The model on its rows of the batch that all are given, or on its own batch; ValueError for unequal rows."""
-        ranks, rows = self.axis.size, next((len(each) for each in tensors_in((inputs, kwargs)) if each.ndim), 0)
+        """The model on its rows of the batch that all are given, or on its own batch.
+
+        ValueError for batches that have other shapes on other ranks; without a graph each rank then computes all alone.
+        """
+        shapes = [[*each.shape] for each in tensors_in((inputs, kwargs))]
+        ranks, rows = self.axis.size, next((shape[0] for shape in shapes if shape), 0)
         if not self._full:
-            counts = comm.gather_scalars(torch.tensor([rows], device=local_device()), self.axis, "rows of a batch")
-            if len({*(counts := counts.flatten().tolist())}) > 1:
-                raise ValueError(f"zero.shard: ranks have batches of {counts} rows; they want equally many")
+            mark = torch.tensor([zlib.crc32(repr(shapes).encode())], device=local_device())
+            if len({*comm.gather_scalars(mark, self.axis, "shapes of a batch").flatten().tolist()}) > 1:
+                if torch.is_grad_enabled():
+                    raise ValueError(
+                        f"zero.shard: ranks have batches of the shapes {agree(shapes, self.axis)}; they want equally "
+                        "many rows, padded alike"
+                    )
+                with self.uncut():
+                    return call(*inputs, **kwargs)
         elif not self._compared:
-            compare_batch((inputs, kwargs), self.axis)
+            compare_batch((inputs, kwargs), self.axis, "zero.full_batch")
             self._compared = True
         if self._full and rows % ranks:
             raise ValueError(f"zero.full_batch: {ranks} ranks do not divide a batch of {rows} rows; leave the last out")

@@ -14,10 +14,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_map_only
 
 from zero.core.mesh import Meshes
-from zero.core.torch_private import without_torch_function
+from zero.core.torch_private import version_of, without_torch_function
 from zero.log import rank_zero
 from zero.parallel.operators.strategy import Cuts
-from zero.parallel.operators.torch_private import device_mesh, local_shape, with_class
+from zero.parallel.operators.torch_private import device_mesh, local_of, local_shape, with_class
 from zero.plan.grid import DATA
 
 _WORDS = {  # of torch's functional collectives
@@ -43,6 +43,7 @@ class OperatorMesh:
         """Collective: groups of ranks are made along each dim."""
         self.axis = meshes.along(*DATA)
         self.mesh = device_mesh(torch.tensor(self.axis.ranks).view(shape), meshes.lines(shape, "operators"))
+        self.uncut = False  # operators are what they are without a strategy
         self.counts: Counter[Moved] = Counter()
         self._seen: dict[Any, tuple[str, ...]] = {}
 
@@ -80,12 +81,12 @@ class OperatorMesh:
                 f"zero.shard: '{where}' gives {tuple(x.shape)}, of which {self.axis.size} ranks have not equally many "
                 "rows, as what has no strategy wants; give what comes next one"
             )
-        return self.move(x, [Shard(0)] * self.mesh.ndim, f"rows of {where}").to_local()
+        return local_of(self.move(x, [Shard(0)] * self.mesh.ndim, f"rows of {where}"))
 
     def whole_of(self, x: DTensor, where: str) -> Tensor:
         """All of it. Each rank makes a loss of its own of it, and the gradients add up."""
         whole = self.move(x, [Replicate()] * self.mesh.ndim, f"all of {where}")
-        return whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
+        return local_of(whole, [Partial()] * self.mesh.ndim)
 
     def redistribute(self, x: DTensor, placements: Sequence[Placement], where: str, backward: bool) -> DTensor:
         """Without a graph; logged the first time, and counted."""
@@ -134,6 +135,7 @@ class Placed(DTensor):
 
     mesh_of_operators: OperatorMesh
     where: str
+    rows: tuple[Tensor, int] | None = None  # and their version
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,16 +146,26 @@ class Placed(DTensor):
         return func(*args, **kwargs)
 
     def plain(self) -> Tensor:
-        """This rank's rows, which are fetched once for all that want them."""
-        made, graph = self.__dict__.setdefault("_rows", {}), torch.is_grad_enabled()
-        if graph not in made:
-            made[graph] = self.mesh_of_operators.rows_of(with_class(self, DTensor), self.where)
-        return made[graph]
+        """This rank's rows, which are fetched once for all that want them, and may be written into."""
+        if self.rows is None:
+            with torch.set_grad_enabled(self.requires_grad):
+                rows = self.mesh_of_operators.rows_of(with_class(self, DTensor), self.where)
+            self.rows = rows, version_of(rows)
+        return self.rows[0]
+
+    def as_it_lies(self) -> DTensor:
+        """For operators; if something has written into the rows, these."""
+        if self.rows is not None and version_of(self.rows[0]) != self.rows[1]:
+            return self.mesh_of_operators.of_rows(self.rows[0])
+        return with_class(self, DTensor)
 
 
 # What is asked of a tensor wherever it lies, also by hooks of engines, which must not move it.
 _NAMES = ["requires_grad", "grad_fn", "is_leaf", "grad", "dtype", "device", "layout", "ndim", "is_cuda", "is_meta"]
-_OF_ANY = {*(getattr(torch.Tensor, name).__get__ for name in _NAMES), torch.Tensor.register_hook}
+_OF_ANY = {
+    *(getattr(torch.Tensor, name).__get__ for name in _NAMES),
+    *(torch.Tensor.register_hook, torch.Tensor.retain_grad),
+}
 
 
 def text_of(x: Tensor) -> str:

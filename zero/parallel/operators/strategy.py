@@ -19,7 +19,6 @@ Cuts = list[tuple[int, ...]]  # the dims of a mesh that each dim of a tensor is 
 
 # Dims of one letter are cut alike, of the tensors and last of the result; "*" is all dims before the letters.
 _LINEAR, _MATMUL = ("*k", "nk", "n", "*n"), ("*mk", "*kn", "*mn")
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, F.conv1d, F.conv2d, F.conv3d)
 _DIMS: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys((nn.Linear, F.linear), _LINEAR),
     **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul), _MATMUL),
@@ -78,9 +77,6 @@ def strategy_of(name: str, target: nn.Module | Callable[..., Any], inputs: Any, 
             )
     kinds = type(target).__mro__ if isinstance(target, nn.Module) else (target,)
     kind = next((each for each in kinds if each in _DIMS), kinds[0])
-    rest = math.prod(count for at, own in enumerate(inputs) for count in (own or ())[at == 0 :])
-    if rest > 1 and not set(_CONVOLUTIONS).isdisjoint(kinds):
-        raise ValueError(f"zero.shard: '{name}': got {inputs!r}; of a convolution DTensor cuts the samples only")
     first = tuple(None if own is None else tuple(own) for own in inputs)
     return Strategy(name, kind, first, None if output is None else tuple(output))
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import ExplicitRedistributionContext as no_implicit_moves  # noqa: F401
 
 _NUMBERS = itertools.count()
@@ -23,12 +23,30 @@ class _As(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
-        return grad, None
+        # Operators choose views by what DTensor says of strides, which may be wrong of a gradient.
+        return DTensor(grad._local_tensor.contiguous(), grad._spec, requires_grad=False), None
 
 
 def with_class(x: DTensor, kind: type[T]) -> T:
     """The same tensor as one of another class."""
     return _As.apply(x, kind)
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, placements: Sequence[Placement]) -> torch.Tensor:
+        ctx.how = x.device_mesh, placements, x.shape, x.stride()
+        return x._local_tensor.detach()  # unlike to_local's no view, which nobody could write into
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
+        mesh, placements, shape, stride = ctx.how
+        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride), None
+
+
+def local_of(x: DTensor, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    """This rank's piece, whose gradient is placed as the tensor, or otherwise."""
+    return _Local.apply(x, x.placements if grad_placements is None else grad_placements)
 
 
 def local_shape(x: DTensor) -> tuple[int, ...]:

@@ -79,7 +79,8 @@ class CutModel(Division):
         if self._broadcasts:
             return broadcast_batch((inputs, kwargs), self.axis)
         if not self._compared:
-            compare_batch((inputs, kwargs), self.axis)
+            or_else = ', or set "tensor_parallel": {"broadcast_batch": true}, which sends them that of the first'
+            compare_batch((inputs, kwargs), self.axis, "tensor_parallel", or_else)
             self._compared = True
         return inputs, kwargs
 
