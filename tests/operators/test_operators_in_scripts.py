@@ -95,12 +95,17 @@ def test_the_gradient_of_a_result_is_kept_for_who_asks() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_batches_of_other_shapes_are_evaluated_by_each_rank_alone() -> None:
-    model = Products(((WHOLE, (1, 4)),), ((WHOLE, (1, 4)),))
-    engine, rows = engine_of(model, 3), dist.get_rank() + 1
-    own = [each[:rows] for each in batch(1)]
+@pytest.mark.parametrize("full", [True, False])
+def test_batches_that_ranks_cannot_share_are_evaluated_by_each_alone(full: bool) -> None:
+    engine = engine_of(Products(((WHOLE, (1, 4)),), ((WHOLE, (1, 4)),)), 3, full_batch=full)
+    own = [each[: 6 if full else dist.get_rank() + 1] for each in batch(1)]
     with torch.no_grad():
         assert torch.equal(engine(*own).cpu(), Products()(*own))
+    if full:
+        with pytest.raises(ValueError, match=r"4 ranks are given batches of the shapes \[\[6, 16\], \[6, 16\]\]"):
+            engine(*own)
+        engine.destroy()
+        return
     with pytest.raises(
         ValueError, match=r"batches of the shapes \[\[\[1, 16\], \[1, 16\]\], \[\[2, 16\].*padded alike"
     ):

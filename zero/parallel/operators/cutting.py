@@ -117,25 +117,26 @@ class CutOperators(Division):
     def run(self, call: Callable[..., Any], /, *inputs: Any, **kwargs: Any) -> Any:
         """The model on its rows of the batch that all are given, or on its own batch.
 
-        ValueError for batches that have other shapes on other ranks; without a graph each rank then computes all alone.
+        ValueError for batches that have other shapes on other ranks, or rows that these do not divide; without a graph
+        each rank then computes all it has alone.
         """
         shapes = [[*each.shape] for each in tensors_in((inputs, kwargs))]
         ranks, rows = self.axis.size, next((shape[0] for shape in shapes if shape), 0)
         if not self._full:
             mark = torch.tensor([zlib.crc32(repr(shapes).encode())], device=local_device())
-            if len({*comm.gather_scalars(mark, self.axis, "shapes of a batch").flatten().tolist()}) > 1:
-                if torch.is_grad_enabled():
-                    raise ValueError(
-                        f"zero.shard: ranks have batches of the shapes {agree(shapes, self.axis)}; they want equally "
-                        "many rows, padded alike"
-                    )
-                with self.uncut():
-                    return call(*inputs, **kwargs)
+            marks = comm.gather_scalars(mark, self.axis, "shapes of a batch").flatten().tolist()
         elif not self._compared:
             compare_batch((inputs, kwargs), self.axis, "zero.full_batch")
             self._compared = True
-        if self._full and rows % ranks:
-            raise ValueError(f"zero.full_batch: {ranks} ranks do not divide a batch of {rows} rows; leave the last out")
+        if rows % ranks if self._full else len({*marks}) > 1:
+            if torch.is_grad_enabled():
+                every = shapes if self._full else agree(shapes, self.axis)
+                raise ValueError(
+                    f"zero.shard: {ranks} ranks are given batches of the shapes {every}; they want equally many rows "
+                    "each, padded alike; leave the last batch out"
+                )
+            with self.uncut():
+                return call(*inputs, **kwargs)
 
         def cut(leaf: Any) -> Any:
             of_batch = self._full and isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == rows
