@@ -8,6 +8,7 @@ Names are looked up when they are first used, so `import zero` costs next to not
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -44,6 +45,8 @@ _HOMES = {
     "tile_loss": "zero.tiled.loss",
     "tile_mlp": "zero.tiled.mlp",
     "experts": "zero.parallel.experts.find",
+    "layout": "zero.parallel.operators.cutting",
+    "shard": "zero.parallel.operators.cutting",
     "groups": "zero.parallel.grid_groups",
     "LayerSpec": "zero.engine.pipeline_module",
     "PipelineModule": "zero.engine.pipeline_module",
@@ -74,6 +77,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.parallel.attention import attention, shared_attention
     from zero.parallel.experts.find import experts
     from zero.parallel.grid_groups import groups
+    from zero.parallel.operators.cutting import layout, shard
     from zero.parallel.tensor.told_sizes import tp_model_init
     from zero.plan.cut import Box, Cut
     from zero.plan.grid import UnitAxes
@@ -99,9 +103,11 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _print_errors_once() -> None:
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # a rank of `zero run` or torchrun
+def _prepare() -> None:
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # a rank of `zero run` or torchrun, which prints errors once
         importlib.import_module("zero.errors").install()
+    if "torch.nn" in sys.modules:  # else whatever of zero imports torch first
+        importlib.import_module("zero.recompute.marks")  # gives modules a method
 
 
-_print_errors_once()
+_prepare()

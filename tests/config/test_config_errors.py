@@ -278,8 +278,8 @@ the device; set the stage to 3, or leave offload_param out
 """
 
 RUNS = """\
-{"zero": {"recompute": {"policy": "selective"}}}
-    zero.recompute.modules: is missing; name classes or paths of modules, such as ['Block']
+{"zero": {"recompute": {"modules": ["Block"], "policy": "selective", "ops": ["gelu"]}}}
+    zero.recompute.ops: got ['gelu'] with policy 'selective'; keep one of the two
 {"zero": {"recompute": {"modules": ["Block"], "policy": "auto"}}}
     zero.recompute.budget: is missing; policy 'auto' fits activations into it, such as '12 GiB'
 {"zero": {"recompute": {"modules": ["Block"], "budget": 5}}}

@@ -13,7 +13,7 @@ from ranks import said_by
 from torch import nn
 
 import zero
-from zero.parallel.pipeline import torch_private
+from zero.core import torch_private
 
 pytestmark = pytest.mark.ranks(2)
 TWO = {"pipeline": {"stages": 2}}

@@ -18,13 +18,13 @@ WIDTH = 6
 
 
 @torch.library.custom_op("zero_tests::attention", mutates_args=())
-def attention(x: torch.Tensor) -> torch.Tensor:
+def attention(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
     """Stands for a fused attention that drops some of its weights, as those of GPUs do."""
-    return x * (torch.rand(x.shape) > 0.5)
+    return x * (torch.rand(x.shape) > dropout_p)
 
 
 attention.register_autograd(
-    lambda ctx, grad: grad * (ctx.saved_tensors[0] != 0),
+    lambda ctx, grad: (grad * (ctx.saved_tensors[0] != 0), None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
 )
 
@@ -68,7 +68,7 @@ class Draws(Part):
     """Draws inside of attention, and afterwards."""
 
     def middle(self, x: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-        return F.dropout(attention(x), 0.5)
+        return F.dropout(attention(x, 0.5), 0.5)
 
 
 class Collects(Part):

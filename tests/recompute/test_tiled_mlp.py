@@ -225,7 +225,7 @@ def live(policy: str, change: Callable[[nn.Module], nn.Module]) -> tuple[int, in
     """Bytes after a forward, and the most in forward and backward, of blocks that are recomputed so."""
     net, x = long_net()
     change(net)
-    rules = [Selective("block").contexts if policy == "selective" else None for _ in net]
+    rules = [Selective().contexts if policy == "selective" else None for _ in net]
     with LiveBytes([x, *net.parameters()]) as seen:
         y = x
         for block, rule in zip(net, rules, strict=True):

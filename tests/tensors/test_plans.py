@@ -137,7 +137,7 @@ def test_megatron_7452_11_and_torchtitan_1373_gradients_of_what_is_whole_are_com
 def test_batches_of_ranks_that_share_layers_are_the_same_or_are_sent() -> None:
     engine, *_ = zero.initialize(model=family("llama"), config=json_of(2))
     said = said_by(lambda: engine(**words(0, dist.get_rank())))
-    assert "ranks 0 and 1 cut the same layers and were given different batches" in said
+    assert "tensor_parallel: ranks 0 and 1 were given different batches; give all 2 the same one" in said
     engine.destroy()
     sent = json_of(2, tensor_parallel={"broadcast_batch": True})
     engine, *_ = zero.initialize(model=family("llama"), config=sent)

@@ -154,6 +154,29 @@ def test_experts_over_ranks_change_no_loss(pool: Pool, steps: int, grids: list[t
             assert f"works with {333_952 - 262_144 + 262_144 // ep:,} of" in said
 
 
+def losses_of_operators(cut: bool, stage: int, steps: int) -> list[float]:
+    config = json.loads((ROOT / "examples" / "operators" / "zero.json").read_text())
+    config["zero_optimization"]["stage"] = stage
+    return runpy.run_path(TENSORS)["main"](config if cut else config | {"zero": {}}, steps)
+
+
+@pytest.mark.parametrize(("steps", "stages"), [(4, [3]), *longer((16, [0, 1, 2, 3]))])
+def test_operators_over_ranks_change_no_loss(pool: Pool, steps: int, stages: list[int]) -> None:
+    """By the configuration alone."""
+    (alone,) = pool.run(1, losses_of_operators, False, 1, steps)
+    assert len(alone) == steps and alone[-1] < alone[0] - 0.5
+    for stage in stages:
+        for losses in pool.run(4, losses_of_operators, True, stage, steps):
+            assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_two_products_move_what_is_said(pool: Pool, tmp_path: Path) -> None:
+    said = pool.run(4, run_script, str(tmp_path), [str(ROOT / "examples" / "operators" / "products.py")], free_port())
+    first, second = (line for line in said[0].splitlines() if "redistributions" in line)
+    assert "rows, then columns: mesh (4,), placements (cut 0), local (8, 64) of (32, 64)" in first
+    assert "contraction, then rows: mesh (4,), placements (partial), local (32, 64) of (32, 64)" in second
+
+
 @pytest.mark.long
 def test_the_times_in_pieces_are_measured_and_drawn(launchers: Launchers, tmp_path: Path) -> None:
     sizes = ["--split-sizes", "20", "60", "--steps", "1", "--width", "4"]

@@ -75,8 +75,8 @@ def storage(file: File) -> Iterator[str]:
         if section.device == "nvme" and not section.nvme_path:
             yield f"zero_optimization.{name}.nvme_path: is missing; device 'nvme' needs a folder on a fast local drive"
     recompute = file.zero.recompute
-    if recompute.model_fields_set and not recompute.modules:
-        yield "zero.recompute.modules: is missing; name classes or paths of modules, such as ['Block']"
+    if recompute.ops and recompute.policy != "full":
+        yield f"zero.recompute.ops: got {recompute.ops} with policy '{recompute.policy}'; keep one of the two"
     if recompute.policy == "auto" and recompute.budget is None:
         yield "zero.recompute.budget: is missing; policy 'auto' fits activations into it, such as '12 GiB'"
     if recompute.policy != "auto" and recompute.budget is not None:
@@ -120,6 +120,12 @@ def forms(file: File, grid: Grid, refused: Collection[str]) -> Iterator[str]:
         )
     if file.zero.reduce == "tree" and file.expert_parallel.enabled and (size := grid.size("ep")) > 1:
         yield f"zero.reduce: got 'tree' with ep {size}, and gradients of experts have another order of sums; use 'auto'"
+    cut = {axis: size for axis in ("pp", "tp", "cp", "ep") if (size := grid.size(axis)) > 1}
+    if file.zero.shard and (cut or file.zero.reduce == "tree" or file.zero.mean == "tokens"):
+        yield (
+            f"zero.shard: operators are cut over the ranks with samples, on a grid of these alone (got {cut}), whose "
+            "gradients are sums of parts: zero.reduce 'tree' and zero.mean 'tokens' are not for them"
+        )
     if file.tensor_parallel.broadcast_batch and grid.size("pp") > 1:
         yield "tensor_parallel.broadcast_batch: is not there for stages of a pipeline, which read batches themselves"
 

@@ -167,6 +167,9 @@ class Recompute(Section):
     policy: choice("full", "selective", "auto") = "full"
     """full keeps a module's inputs; selective also the results of matrix products and attention; auto chooses for each
     module after the first step, and recomputes as little as the budget allows."""
+    ops: Texts = Field(default_factory=list)
+    """Operators of torch by name, such as "gelu" or "aten.mm": of the modules only these are computed again, and what
+    all others give is kept. With policy full."""
     products: Positive = 1
     """Under selective, every n-th matrix product is kept: 1 is all, with 2 every second is recomputed."""
     budget: Nbytes | None = None
@@ -226,6 +229,11 @@ class Zero(Section):
     """What the gradient of a step is the mean over: "micro_batches", each of one weight, or "tokens", all that count on
     all ranks and in all micro-batches, as engine.backward(loss, tokens=n) tells."""
     context: Context = absent(Context)
+    shard: Settings
+    """By class names or path patterns of modules, the pieces that each dim of their tensors is cut in over the ranks,
+    `[[4, 1], [1, 1]]` for each input and then each own parameter, or `{"in": [...], "out": [...]}`; as `zero.shard`."""
+    full_batch: Bool = False
+    """All ranks are given the whole batch, of which each computes its rows, and get whole outputs; with `shard`."""
     drop_last_window: Bool = False
     """Drop the gradients of a step that the end of a pass over the training data leaves incomplete."""
     timeout: Seconds = TIMEOUT

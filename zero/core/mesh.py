@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zero.core.comm import Axis
 from zero.core.world import World, world_of_one
@@ -148,6 +149,16 @@ class Meshes:
             return axis
         group = world.new_group(self.grid.ranks(names, world.rank), self._timeout, purpose)
         return replace(axis, group_ref=weakref.ref(group), second_ref=None)
+
+    def lines(self, shape: tuple[int, ...], purpose: str) -> list[dist.ProcessGroup]:
+        """This rank's group along each dim of a mesh of this shape of all ranks with samples; collective."""
+        places = torch.tensor(self.grid.ranks(DATA, self._world.rank)).view(shape)
+        own = (places == self._world.rank).nonzero()[0].tolist()
+        found = []
+        for dim in range(len(shape)):
+            line = places[tuple(slice(None) if dim == at else place for at, place in enumerate(own))]
+            found.append(self._world.new_group(line.tolist(), self._timeout, f"{purpose} {dim}"))
+        return found
 
     def of(self, axes: UnitAxes = DENSE) -> Mesh:
         """The mesh of units that are cut and repeated along these axes of the grid."""

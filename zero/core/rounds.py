@@ -62,7 +62,7 @@ class Rounds:
     """The rounds of the running step. Without `follows` it only counts this rank's own micro-batches.
 
     world: the ranks that hold the same units; follows: whether rounds are sequences of collectives, so that ranks
-    without a micro-batch must take part; alike: why no rank may be without one; None where it may.
+    without a micro-batch must take part; alike: why all run equally many, and what to do; None where they need not.
     """
 
     def __init__(
@@ -170,8 +170,7 @@ class Rounds:
         if self._alike is not None and len({*counts}) > 1:
             raise RuntimeError(
                 f"ranks {list(self._world.ranks)} run {counts} micro-batches of this step, as far as known: "
-                f"{self._alike}, so all run equally many; one that has no more runs the forward and the backward of "
-                "an empty batch, of 0 rows"
+                f"{self._alike}"
             )
 
     def _agreed(self, place: Place, number: int | Exception) -> list[int]:

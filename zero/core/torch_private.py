@@ -11,17 +11,21 @@ import functools
 import hashlib
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 from torch.optim._muon import _adjust_lr as muon_learning_rate  # noqa: F401  (lr, adjust_lr_fn or None, shape) -> lr
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz  # noqa: F401  may write into a bf16 one
 from torch.utils._python_dispatch import _disable_current_modes as without_modes  # noqa: F401  of __torch_dispatch__
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 # Metadata reads and calls inside run as if the classes of tensors had no `__torch_function__`.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -58,6 +62,39 @@ def storage_references(tensor: torch.Tensor) -> int:
 def tensor_references(tensor: torch.Tensor) -> int:
     """How many hold the tensor, graphs among them; only differences mean something."""
     return tensor._use_count()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often something has written into it; 0 for inference tensors, which count nothing."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def require_torch(least: tuple[int, int], what: str) -> None:
+    """Raise RuntimeError below a version of torch that `what` wants."""
+    if least > VERSION:
+        wanted = ".".join(map(str, least))
+        raise RuntimeError(f"{what} want torch {wanted} or later; there is {torch.__version__}; install a later one")
+
+
+def repeat_changed(later: Any) -> bool:
+    """Have what torch's selective checkpoint keeps, and something has written into since, be computed again.
+
+    later: the second of its contexts. False where this torch can only repeat all.
+    """
+    again = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
+    for kept in later.storage.values():
+        for at, entry in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
+            of_tensors = (leaf for leaf in tree_leaves(entry) if getattr(leaf, "version", None) is not None)
+            if any(leaf.val._version != leaf.version for leaf in of_tensors):
+                if again is None:
+                    return False
+                kept[at] = again
+    return True
+
+
+def operators_run(later: Any) -> Mapping[Any, int]:
+    """How often a recomputation ran each operator, as far as torch tells."""
+    return getattr(later, "func_counter", {})
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:

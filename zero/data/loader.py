@@ -338,14 +338,16 @@ def make_loader(
     """See `Engine.deepspeed_io`; `rank`: of `settings.world_size`. Raises ValueError for what does not fit."""
     if route not in ROUTES:
         raise ValueError(f"deepspeed_io(route=...): got {route!r}, wanted one of {', '.join(map(repr, ROUTES))}")
-    world_size = settings.world_size
+    world_size, size = settings.world_size, batch_size or settings.train_micro_batch_size_per_gpu
+    if settings.zero.full_batch:  # of all ranks
+        rank, world_size, size = 0, 1, size * world_size
     if route != "train" and data_sampler is None and not isinstance(dataset, IterableDataset):
         data_sampler = DistributedSampler(dataset, world_size, rank, shuffle=False)
     # Under the tree, a step must consist of the same micro-batches whatever the number of ranks.
     together = settings.zero.reduce == "tree" and route == "train" and data_sampler is None
     return Loader(
         dataset,
-        batch_size=settings.train_micro_batch_size_per_gpu if batch_size is None else batch_size,
+        batch_size=size,
         rank=rank,
         world_size=world_size,
         collate_fn=collate_fn,

@@ -49,7 +49,9 @@ class Accumulation:
     boundary was said since the first forward of this one. `step()` ends what has not ended so.
     """
 
-    def __init__(self, config: Config, sharded: ShardedModule, optimizer: ZeroOptimizer | None, status: Status) -> None:
+    def __init__(
+        self, config: Config, sharded: ShardedModule, optimizer: ZeroOptimizer | None, status: Status, alike: str | None
+    ) -> None:
         self.config = config
         self.boundary: bool | None = None
         self.start = self.rounds = self.samples = 0
@@ -65,7 +67,6 @@ class Accumulation:
         self.rounds_of_ranks: Rounds | None = None
         if not config.managed_gradient_accumulation:
             parts = sharded.units, sharded.meshes.same_part, sharded.prefetcher, sharded.reducer
-            alike = "tokens travel to experts of other ranks" if config.grid.size("ep") > 1 else None
             self.rounds_of_ranks = Rounds(*parts, sharded.sharding.grads, alike)
         self._tell_reducer()
 

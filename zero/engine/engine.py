@@ -100,7 +100,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         self.world_size = sharded.world.size
         self._initialize = initialize  # makes the engines of check()
         self._status = status = Status(optimizer)
-        self._accumulation = Accumulation(config, sharded, optimizer, status)
+        self._accumulation = Accumulation(config, sharded, optimizer, status, forms.alike)
         self._saving = CheckpointSaver(self, config, sharded)
         self._loading = CheckpointLoader(self, sharded, optimizer, self._saving)
         self._weights = Weights(config, sharded, status, device)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -61,6 +61,8 @@ from zero.optim.shard_optimizer import ShardOptimizer
 from zero.parallel.experts.cutting import CutExperts, divided
 from zero.parallel.experts.find import Experts
 from zero.parallel.experts.separate import told_experts
+from zero.parallel.operators.cutting import CutOperators, strategies_in
+from zero.parallel.operators.strategy import Strategy
 from zero.parallel.pipeline.build import Pipelined, pipelined
 from zero.parallel.shared import SharedSequences
 from zero.parallel.tensor.cutting import CutModel, planned
@@ -83,6 +85,14 @@ _FORMS = {
     "pp": "all ranks have the same parameters; pipeline.stages of the JSON divides them",
     "ep": "no parameter is an expert's; set expert_parallel in the JSON, or say it by zero.set_cut, along ep",
 }
+
+
+class _Planned(NamedTuple):
+    """What of a model is to be divided, or was for another engine; nothing is changed yet."""
+
+    tensors: TensorPlan | CutModel | None
+    experts: list[Experts] | CutExperts | None
+    operators: list[tuple[Any, Strategy]]
 
 
 def initialize(
@@ -155,12 +165,13 @@ def _make(
     model, settings = given.model, given.settings
     experts = divided(model, settings, data.rank)
     apart = [each.name for each in (experts if isinstance(experts, list) else getattr(experts, "found", ()))]
-    plan = planned(model, settings, data.rank, apart)
+    tensors = planned(model, settings, data.rank, apart)
+    parts = _Planned(tensors, experts, strategies_in(model, settings))
     groups, client = _grouped(model, given.optimizer, given.model_parameters, settings, data.rank)
     with _divided(model, settings, data.rank, loss_fn, first_batch(settings, training_data, collate_fn)) as stages:
         zero_optimizer = _make_optimizer(groups, client, settings, stages)
         scheduler = arguments.make_scheduler(given.lr_scheduler, zero_optimizer, settings)
-        engine = _make_engine(model, zero_optimizer, settings, data, training_data, stages, plan, experts)
+        engine = _make_engine(model, zero_optimizer, settings, data, training_data, stages, parts)
     engine.lr_scheduler = scheduler
     return engine
 
@@ -188,8 +199,7 @@ def _make_engine(
     data: DataRanks,
     training_data: Dataset | Sequence[Any] | None,
     stages: Pipelined | None,
-    plan: TensorPlan | CutModel | None,
-    experts: list[Experts] | CutExperts | None,
+    parts: _Planned,
 ) -> Engine:
     stage, managed, device = settings.zero_optimization.stage, settings.managed_gradient_accumulation, local_device()
     sharding = Sharding.of_stage(stage, settings.reduces_each, managed)
@@ -206,7 +216,7 @@ def _make_engine(
         with world.watchdog.call(Phase.INITIALIZE):
             _refuse(model, groups, settings, sharding, world)
             # What fails from here on leaves it cut, whole layers being on no rank; the next call goes on with that.
-            forms = _cut(model, plan, experts, meshes, settings, stages)
+            forms = _cut(model, parts, meshes, settings, stages)
             _agree(model, groups, world, meshes)
             if (other := sharer(model, settings)) is not None and zero_optimizer is None:
                 world.watchdog.close()
@@ -226,8 +236,8 @@ def _make_engine(
                 sharing = SharedSequences(model, meshes.along("cp"), *how)
             over = meshes.along(*DATA)
             made_by = Engine if stages is None else PipelineEngine
-            parts = over, forms._replace(sharing=sharing), stages
-            engine = made_by(sharded, zero_optimizer, settings, device, recomputing, initialize, *parts)
+            last = over, forms._replace(sharing=sharing), stages
+            engine = made_by(sharded, zero_optimizer, settings, device, recomputing, initialize, *last)
     except BaseException:
         recomputing.undo()
         if sharing is not None:
@@ -241,15 +251,9 @@ def _make_engine(
     return engine
 
 
-def _cut(
-    model: nn.Module,
-    plan: TensorPlan | CutModel | None,
-    experts: list[Experts] | CutExperts | None,
-    meshes: Meshes,
-    settings: Config,
-    stages: Pipelined | None,
-) -> Forms:
+def _cut(model: nn.Module, parts: _Planned, meshes: Meshes, settings: Config, stages: Pipelined | None) -> Forms:
     """Cut the model as planned, or go on with how it is cut; collective."""
+    plan, experts, operators = parts
     if isinstance(experts, list):
         experts = CutExperts(model, experts, meshes)
     elif experts is not None:
@@ -259,7 +263,8 @@ def _cut(
         plan = CutModel(model, plan, meshes, settings.tensor_parallel, stage_of)
     if plan is not None:
         plan.attach(meshes, settings.tensor_parallel)
-    return Forms(None, plan, experts)
+    cut = CutOperators(model, operators, meshes, settings.zero.full_batch) if operators else None
+    return Forms(None, plan, experts, cut)
 
 
 def _refuse(model: nn.Module, groups: arguments.Groups, settings: Config, sharding: Sharding, world: World) -> None:

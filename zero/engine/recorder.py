@@ -76,7 +76,7 @@ class StepRecorder:
         self._norms = UnitNorms(sharded, optimizer, every) if every else None
         self._experts = None if experts is None else ExpertTokens(config, sharded, experts)
         self._running = _Running()
-        self._awaits_batch = sharded.world.size > 1
+        self._awaits_batch = sharded.world.size > 1 and not config.zero.full_batch
         self._fresh: dict[str, Any] = {}  # values that the script has logged in the running step
         self._ended: float | None = None  # the last step, or the first forward began; time.perf_counter()
         self._looked = -math.inf  # when the last record with memory was made

@@ -55,6 +55,7 @@ from zero.monitor.step_record import StepRecord
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
 from zero.parallel.experts.cutting import CutExperts
+from zero.parallel.operators.cutting import CutOperators
 from zero.parallel.shared import SharedSequences
 from zero.parallel.tensor.cutting import CutModel
 from zero.recompute.modules import Recomputing
@@ -62,16 +63,33 @@ from zero.watchdog.hang_report import Phase
 
 
 class Forms(NamedTuple):
-    """The division of a model's sequences, layers and experts among ranks; None for what is not divided."""
+    """The division of a model's sequences, layers, experts and operators among ranks; None for what is not divided."""
 
     sharing: SharedSequences | None = None
     tensors: CutModel | None = None
     experts: CutExperts | None = None
+    operators: CutOperators | None = None
 
     @property
-    def divisions(self) -> list[CutModel | CutExperts]:
-        """Of parameters."""
-        return [each for each in (self.tensors, self.experts) if each is not None]
+    def alike(self) -> str | None:
+        """Why ranks run equally many micro-batches, and what to do; None where they need not."""
+        if self.operators is not None:
+            return "operators are cut over all of them, so all run equally many, of equally many rows"
+        if self.experts is not None:
+            return (
+                "tokens travel to experts of other ranks, so all run equally many; one that has no more runs the "
+                "forward and the backward of an empty batch, of 0 rows"
+            )
+        return None
+
+    def operators_uncut(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, each rank may call the model as often as it likes."""
+        return contextlib.nullcontext() if self.operators is None else self.operators.uncut()
+
+    @property
+    def divisions(self) -> list[CutModel | CutExperts | CutOperators]:
+        """All but that of sequences."""
+        return [each for each in (self.tensors, self.experts, self.operators) if each is not None]
 
 
 class TrainingStep:
@@ -134,6 +152,8 @@ class TrainingStep:
         model = self.model
         if self.forms.sharing is not None:
             model = functools.partial(self.forms.sharing.run, model, self._begins_first)
+        if self.forms.operators is not None:
+            model = functools.partial(self.forms.operators.run, model)
         return self.run(model, inputs, kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -152,7 +172,8 @@ class TrainingStep:
         together = (self._sharded.sharding.params and not self._status.generating) or self.forms.experts is not None
         if self._sharded.world.size > 1 and together and _knows_synced_gpus(module, method):
             kwargs.setdefault("synced_gpus", True)
-        return self.run(functools.partial(as_forward, module, method), inputs, kwargs)
+        with self.forms.operators_uncut():
+            return self.run(functools.partial(as_forward, module, method), inputs, kwargs)
 
     @contextlib.contextmanager
     def gathered_for_generation(self) -> Iterator[Any]:
@@ -173,7 +194,7 @@ class TrainingStep:
             raise RuntimeError(
                 "gathered_for_generation() inside a forward or a backward of the model; call it between them"
             )
-        with GatheredParameters(sharded.module.parameters()):
+        with GatheredParameters(sharded.module.parameters()), self.forms.operators_uncut():
             hooked = sharded.hooked
             sharded.unhook(hooked)
             status.generating = True
@@ -325,7 +346,7 @@ class TrainingStep:
         try:
             with watched, timed, self._precision.forward(), self._seeded(), self.recomputing.scope():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
-                if self.forms.experts is not None:
+                if self.forms.alike is not None:
                     self._begins_first()  # also where no parameter is gathered: tokens wait for those of all ranks
                 output = call(*inputs, **kwargs)
             self._sharded.world.watchdog.status.forwards += torch.is_grad_enabled()

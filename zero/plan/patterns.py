@@ -12,6 +12,11 @@ def hits(patterns: Iterable[str], kind: str, path: str) -> list[str]:
     return [pattern for pattern in patterns if pattern == kind or (path and fnmatch.fnmatchcase(path, pattern))]
 
 
+def is_inside(name: str, scope: str) -> bool:
+    """Whether a module of this name is that of the name `scope`, or in it."""
+    return not scope or f"{name}.".startswith(f"{scope}.")
+
+
 def outermost(
     where: str, modules: Sequence[tuple[str, str]], patterns: Sequence[str], also: Collection[str] = ()
 ) -> list[str]:

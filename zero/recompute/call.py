@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from zero.core.kept import Values
-from zero.core.torch_private import saves_tensors_by_hooks
+from zero.core.torch_private import saves_tensors_by_hooks, version_of
 from zero.log import log_once
 from zero.recompute.holder import HOLDER, Scope
 from zero.recompute.saved_inputs import InputStore, restored
@@ -76,7 +76,7 @@ def saved_buffers(module: nn.Module | None) -> list[SavedBuffer]:
                 continue
             if id(tensor) not in copies:
                 copies[id(tensor)] = tensor if tensor.requires_grad else tensor.clone()
-            buffers.append(SavedBuffer(owner, name, tensor, _version(tensor), copies[id(tensor)]))
+            buffers.append(SavedBuffer(owner, name, tensor, version_of(tensor), copies[id(tensor)]))
     return buffers
 
 
@@ -85,7 +85,7 @@ def changed(buffers: list[SavedBuffer]) -> list[SavedBuffer]:
     owners = {
         each.owner
         for each in buffers
-        if each.owner._buffers.get(each.name) is not each.tensor or _version(each.tensor) != each.version
+        if each.owner._buffers.get(each.name) is not each.tensor or version_of(each.tensor) != each.version
     }
     return [each for each in buffers if each.owner in owners]
 
@@ -105,10 +105,6 @@ def as_of(buffers: list[SavedBuffer]) -> Iterator[None]:
     finally:
         for each, tensor in now:
             each.owner._buffers[each.name] = tensor
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors have no version, and cannot be written
 
 
 def recomputed(

@@ -96,10 +96,14 @@ class SeedTracker:
 
 
 class Scope(NamedTuple):
-    """The surroundings of a call: where its inputs are kept, and how many recomputed calls it is inside of."""
+    """The surroundings of a call: where its inputs are kept, and how many recomputed calls it is inside of.
+
+    kept: it is inside of a module whose results are kept.
+    """
 
     inputs: InputStore | None = None
     inside: int = 0
+    kept: bool = False
 
 
 NOWHERE = Scope()

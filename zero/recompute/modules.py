@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,15 +19,25 @@ from zero.core.comm import Axis
 from zero.core.kinds import kinds_of
 from zero.core.replaced_forward import ReplacedForward
 from zero.log import rank_zero
-from zero.plan.patterns import outermost
+from zero.plan.patterns import is_inside, outermost
 from zero.recompute.auto import Auto, agreed, log_choice
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER, Scope
+from zero.recompute.marks import MARK
 from zero.recompute.policy import Policy
 from zero.recompute.saved_inputs import InputStore
-from zero.recompute.selective import Selective
+from zero.recompute.selective import Selective, is_operator
 
 Forward = Callable[..., Any]
+
+
+class Kept(ReplacedForward):
+    """The forward of a module inside of a recomputed one, of which the results are kept."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        with HOLDER.within(HOLDER.scope._replace(kept=True)):
+            return self.plain(*args, **kwargs)
 
 
 class Recomputed(ReplacedForward):
@@ -37,14 +47,16 @@ class Recomputed(ReplacedForward):
     auto: measures calls until a policy is chosen, else None.
     """
 
-    def __init__(self, module: nn.Module, name: str, number: int, every: int, inputs: InputStore) -> None:
+    def __init__(
+        self, module: nn.Module, number: int, rules: Mapping[Policy, Selective | None], inputs: InputStore
+    ) -> None:
         self.policy = Policy.FULL
         self.auto: Auto | None = None
         super().__init__(module)
         self._number = number
         self.inner: Forward = self.plain
         self.around: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
-        self._selective = Selective(name, every)
+        self._rules = rules
         self._inputs = inputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +70,8 @@ class Recomputed(ReplacedForward):
                 return out
         if self.policy is Policy.NONE:
             return forward(*args, **kwargs)
-        contexts = self._selective.contexts if self.policy is Policy.SELECTIVE else None
+        rule = self._rules[self.policy]
+        contexts = None if rule is None else rule.contexts
         return recomputed(forward, args, kwargs, self._inputs, contexts, self.module)
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,22 +94,33 @@ class Recomputing:
 
     def __init__(self, section: Recompute, resting: ActivationCheckpointing, device: torch.device) -> None:
         self.modules: list[Recomputed] = []
+        self._kept: list[Kept] = []
         self.inputs = InputStore(resting, HOLDER.axis, device)
         self._section = section
         self._device = device
         self._auto: Auto | None = None
 
     def apply(self, model: nn.Module) -> None:
-        """Replace the forward of the modules that the JSON names; ValueError for a name without one, or a container."""
-        section = self._section
-        if not section.modules:
-            return
-        kinds = kinds_of(model)
-        names = outermost(
-            "zero.recompute.modules", [(path, kind.name) for path, kind in kinds.items()], section.modules
-        )
+        """Replace the forward of the modules that the JSON names, or that say it of themselves.
+
+        ValueError for a name without one, a container, an unknown operator, and where there is nothing to recompute.
+        """
+        section, kinds = self._section, kinds_of(model)
+        said = {
+            name: each.module.__dict__[MARK]
+            for name, each in kinds.items()
+            if MARK in getattr(each.module, "__dict__", ())
+        }
+        where, all_names = "zero.recompute.modules", [(path, kind.name) for path, kind in kinds.items()]
+        names = outermost(where, all_names, section.modules, [name for name, mode in said.items() if mode])
         found = [(name, kinds[name].module) for name in names[:: section.every]]
-        chosen = [(name, module) for name, module in found if module is not None]
+        chosen = [(name, module) for name, module in found if module is not None and said.get(name, True)]
+        if not chosen:
+            if section.model_fields_set:
+                raise ValueError(f"{where}: is missing; name classes or paths of modules, such as ['Block']")
+            return
+        if unknown := [name for name in section.ops if not is_operator(name)]:
+            raise ValueError(f"zero.recompute.ops: {unknown} are no operators of torch, as are 'gelu' and 'aten.mm'")
         for name, module in chosen:
             if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
                 raise ValueError(
@@ -107,7 +131,11 @@ class Recomputing:
         if section.policy == "auto":
             self._auto = Auto(section.budget, self.inputs, section.products)
         for number, (name, module) in enumerate(chosen):
-            recomputed_module = Recomputed(module, name or "<root>", number, section.products, self.inputs)
+            inside = [kinds[each].module for each, mode in said.items() if not mode and is_inside(each, name)]
+            self._kept += map(Kept, filter(None, inside))
+            full = Selective(None, section.ops) if section.ops or inside else None
+            rules = {Policy.SELECTIVE: Selective(section.products), Policy.FULL: full}
+            recomputed_module = Recomputed(module, number, rules, self.inputs)
             recomputed_module.policy, recomputed_module.auto = policy, self._auto
             self.modules.append(recomputed_module)
         rank_zero(logging.INFO, "zero.recompute: %d modules, policy %s", len(chosen), section.policy)
@@ -133,7 +161,7 @@ class Recomputing:
 
     def undo(self) -> None:
         """Restore the model; an existing graph can still run its backward."""
-        for module in self.modules:
+        for module in (*self.modules, *self._kept):
             module.undo()
-        self.modules = []
+        self.modules, self._kept = [], []
         self.inputs.buffers.close()

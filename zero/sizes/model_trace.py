@@ -292,7 +292,7 @@ class _Tracer:
         if not block:
             return dict.fromkeys(POLICIES, plain)
         store = InputStore(ActivationCheckpointing(), ALONE, _META)
-        selective = Selective("", self._every)
+        selective = Selective(self._every)
 
         def again(contexts: Any) -> _UnitRun:
             return run(lambda *args, **kwargs: recomputed(computed, args, kwargs, store, contexts, module))

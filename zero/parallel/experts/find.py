@@ -13,7 +13,7 @@ from torch import nn
 from zero.config.expert_parallel import ExpertParallel
 from zero.parallel.experts.separate import SeparateExperts
 from zero.parallel.pipeline.trunk import pretrained as models_in
-from zero.parallel.tensor.plan import is_inside
+from zero.plan.patterns import is_inside
 
 STACKS = "_zero_stacks"  # of a module whose maker has said which of its parameters are stacks
 _SLOTS = ("batched_mm", "grouped_mm", "sonicmoe", "deepgemm")  # that add up a token's experts in the order of its slots

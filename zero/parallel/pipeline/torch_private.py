@@ -6,9 +6,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+from zero.core.torch_private import require_torch
 
 
 def pipeline_orders(
@@ -19,8 +17,7 @@ def pipeline_orders(
     `made_by`: a class of schedules; or "", and `compute` has what each rank computes, to which messages are added.
     ValueError where the class cannot have so many micro-batches.
     """
-    if VERSION < (2, 13):
-        raise RuntimeError(f"pipelines want torch 2.13 or later; there is {torch.__version__}; install a later one")
+    require_torch((2, 13), "pipelines")
     from torch.distributed.pipelining import schedules  # imports much
 
     places = len(compute)

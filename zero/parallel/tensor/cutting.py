@@ -28,9 +28,10 @@ from zero.parallel.tensor.forward import (
     has_dropout,
 )
 from zero.parallel.tensor.layers import Layer, set_widths
-from zero.parallel.tensor.plan import TensorPlan, is_inside, tensor_plan
+from zero.parallel.tensor.plan import TensorPlan, tensor_plan
 from zero.parallel.tensor.styles import OF_MODEL
 from zero.parallel.tensor.tree import NoDraws, TreeForward, check_blocks
+from zero.plan.patterns import is_inside
 
 
 class CutModel(Division):
@@ -78,7 +79,8 @@ class CutModel(Division):
         if self._broadcasts:
             return broadcast_batch((inputs, kwargs), self.axis)
         if not self._compared:
-            compare_batch((inputs, kwargs), self.axis)
+            or_else = ', or set "tensor_parallel": {"broadcast_batch": true}, which sends them that of the first'
+            compare_batch((inputs, kwargs), self.axis, "tensor_parallel", or_else)
             self._compared = True
         return inputs, kwargs
 

@@ -158,16 +158,18 @@ def _no_cache(value: Any) -> Any:
     return None if hasattr(value, "get_seq_length") else value
 
 
-def compare_batch(inputs: Any, axis: Axis) -> None:
-    """Raise RuntimeError on all ranks along the axis unless they have the same batch; collective."""
+def compare_batch(inputs: Any, axis: Axis, where: str, or_else: str = "") -> None:
+    """Raise RuntimeError on all ranks along the axis unless they have the same batch; collective.
+
+    where: the key that wants it; or_else: what a script can do that does not want to give them the same.
+    """
     mine = [[list(each.shape), str(each.dtype), *_digest(each)] for each in tensors_in(inputs)]
     every = agree(mine, axis, name="first batch")
     other = next((rank for rank, each in enumerate(every) if each != every[0]), None)
     if other is not None:
         raise RuntimeError(
-            f"tensor_parallel: ranks {axis.ranks[0]} and {axis.ranks[other]} cut the same layers and were given "
-            f"different batches; give all {axis.size} the same one (the engine's own loader does), or set "
-            '"tensor_parallel": {"broadcast_batch": true}, which sends them that of the first'
+            f"{where}: ranks {axis.ranks[0]} and {axis.ranks[other]} were given different batches; give all "
+            f"{axis.size} the same one, as the engine's own loader does{or_else}"
         )
 
 

@@ -15,6 +15,7 @@ from zero.parallel.tensor.forward import has_dropout
 from zero.parallel.tensor.layers import COUNTS, Layer, Slot, base_of, set_shares
 from zero.parallel.tensor.styles import OF_MODEL, Styles, linears_of, pretrained, styles_of
 from zero.plan.grid import DENSE, PARTS
+from zero.plan.patterns import is_inside
 from zero.plan.tensors import STYLES, ranges_of, share_of, slice_of
 
 # Modules that do to each token the same as to one alone; all others between cut ones are given whole sequences.
@@ -153,11 +154,6 @@ def _norms_of_heads(blocks: list[Block], named: Mapping[str, nn.Module], styles:
 def _has(block: Block, name: str) -> bool:
     """Whether a module of this name, inside of the block, has some of its layers."""
     return is_inside(name, block.scope) and any(is_inside(each.name, name) for each in block.layers)
-
-
-def is_inside(name: str, scope: str) -> bool:
-    """Whether a module of this name is that of the name `scope`, or in it."""
-    return not scope or f"{name}.".startswith(f"{scope}.")
 
 
 def _blocks(layers: list[Layer]) -> list[Block]:
