@@ -113,12 +113,12 @@ class Recomputing:
         }
         where, all_names = "zero.recompute.modules", [(path, kind.name) for path, kind in kinds.items()]
         names = outermost(where, all_names, section.modules, [name for name, mode in said.items() if mode])
-        found = [(name, kinds[name].module) for name in names[:: section.every]]
-        chosen = [(name, module) for name, module in found if module is not None and said.get(name, True)]
-        if not chosen:
+        if not names:
             if section.model_fields_set:
                 raise ValueError(f"{where}: is missing; name classes or paths of modules, such as ['Block']")
             return
+        found = [(name, kinds[name].module) for name in names[:: section.every]]  # of stages elsewhere there is none
+        chosen = [(name, module) for name, module in found if module is not None and said.get(name, True)]
         if unknown := [name for name in section.ops if not is_operator(name)]:
             raise ValueError(f"zero.recompute.ops: {unknown} are no operators of torch, as are 'gelu' and 'aten.mm'")
         for name, module in chosen:
