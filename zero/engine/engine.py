@@ -137,6 +137,7 @@ class Engine(DeepSpeedGetters, nn.Module):
     set_train_micro_batch_size = _method_of("_accumulation", Accumulation.set_train_micro_batch_size)
 
     save_checkpoint = _method_of("_saving", CheckpointSaver.save_checkpoint)
+    save_on_signal = _method_of("_saving", CheckpointSaver.save_on_signal)
     wait_for_checkpoint = _method_of("_saving", CheckpointSaver.wait_for_checkpoint)
     load_checkpoint = _method_of("_loading", CheckpointLoader.load_checkpoint)
     take_weights = _method_of("_loading", CheckpointLoader.take_weights)
@@ -325,6 +326,7 @@ class Engine(DeepSpeedGetters, nn.Module):
             self.optimizer.unbind(wait=False)
 
     def _undo_parts(self) -> None:
+        self._saving.signals.close()
         if self._training.profiles is not None:
             self._training.profiles.close()
         self._offload.reload_states()

@@ -304,9 +304,9 @@ class TrainingStep:
                 if self.reality is not None and self.reality.after_step():
                     self.reality = None
         if boundary:
-            self._saving.raise_failure()
             if self.alarms is not None:
                 self.alarms.save(self._saving.save_checkpoint)
+            self._saving.step_ended()
 
     def conclude(self) -> None:
         """At the end, report the last step, and whether there was any."""
@@ -383,6 +383,7 @@ class TrainingStep:
                     form.before_step()
                 more, counts = self._accumulation.more, self._sharded.reducer.weights.counts
                 report = self.recorder.report(more, counts if self._accumulation.config.counted else None)
+                report = self._saving.signals.said(report)
                 self._optimizer.update(report, None if self.alarms is None else self._is_unwanted, more)
                 self.recomputing.after_step(self._sharded.world)
         except HeldOpen:
@@ -410,6 +411,7 @@ class TrainingStep:
         status.step_applied = not skipped
         status.skipped_steps += skipped
         self.recorder.conclude(record, reports)
+        self._saving.signals.hear(reports)
         if scheduler is not None and not skipped:
             self.recorder.step_scheduler(scheduler, lr_kwargs)
 

@@ -22,6 +22,8 @@ INITIALIZED = "ZERO_INITIALIZED"
 """The variable with the path of a file that a rank makes in `zero.initialize`; the launcher looks whether it did."""
 ASSIGNED = "ZERO_ASSIGNED"
 """The variable by which `zero check` and `zero tune` tell a script, as JSON, which run they want of it."""
+SAVED = 75
+"""The exit status of ranks that have saved at a signal, and end to go on later; EX_TEMPFAIL of sysexits.h."""
 SECRET_VARIABLE = "ZERO_SECRET"
 """The variable with the secret of a job, with which its launchers and ranks sign what they send to each other.
 

@@ -7,6 +7,7 @@ be started by those after it, whose variables its ranks then inherit.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,7 @@ _WHERE = ("MASTER_ADDR", "MASTER_PORT")
 # Steps above are no steps that srun made: the batch script, the shell of salloc. SLURM_MAX_NORMAL_STEP_ID in slurm.h.
 _LAST_STEP = 0xFFFFFFF0
 _HERE = "127.0.0.1"
+_AZURE = "AZ_BATCHAI_MPI_MASTER_NODE"
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ def launched(
     elif found is not None:
         return _checked(environment, found)
     elif "WORLD_SIZE" not in environment:
+        if discover and len(hosts := _of_sagemaker(environment)) > 1:
+            raise ValueError(
+                f"SM_HOSTS names {len(hosts)} hosts, and RANK is not set, so each would train alone; give the "
+                'estimator distribution={"torch_distributed": {"enabled": True}}, or set WORLD_SIZE=1'
+            )
         return None
     missing = [name for name in ("RANK", "WORLD_SIZE", *_WHERE) if name not in environment]
     raise ValueError(
@@ -144,12 +151,23 @@ def _mpi(environment: Mapping[str, str], names: tuple[str, ...], port: int, job:
     _below(names[2], local_rank, local_size)
     if local_size == size:
         return Launched(rank, size, local_rank, size, _HERE, None, job)
-    if "MASTER_ADDR" not in environment:
+    # AzureML and SageMaker start mpirun, and name the first host in words of their own.
+    azure = environment.get("AZ_BATCH_MASTER_NODE", "").rpartition(":")[0] or environment.get(_AZURE)
+    address = environment.get("MASTER_ADDR") or azure or next(iter(_of_sagemaker(environment)), None)
+    if address is None:
         raise ValueError(
             f"mpirun started {size} ranks on several hosts ({local_size} here), and MASTER_ADDR is not set; name the "
             "host of rank 0: `mpirun -x MASTER_ADDR=HOST ...` (Open MPI), `mpirun -genv MASTER_ADDR HOST ...` (MPICH)"
         )
-    return Launched(rank, size, local_rank, local_size, environment["MASTER_ADDR"], port, job)
+    return Launched(rank, size, local_rank, local_size, address, port, job)
+
+
+def _of_sagemaker(environment: Mapping[str, str]) -> list[str]:
+    """The hosts of a training job of SageMaker, the first in front."""
+    try:
+        return sorted(json.loads(environment.get("SM_HOSTS", "[]")))
+    except (TypeError, ValueError):
+        return []
 
 
 def _slurm(environment: Mapping[str, str], terminal: bool) -> Launched | None:

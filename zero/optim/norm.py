@@ -37,6 +37,7 @@ class RankFlags(enum.IntFlag):
     GATHERED_PARAMETERS = 2  # GatheredParameters holds units that are cut
     LOSS = 4  # it knows the loss
     BACKWARD = 8  # it has run a backward
+    SIGNAL = 16  # a signal has come by which the run is to be saved and ended
 
 
 class RankReport(NamedTuple):

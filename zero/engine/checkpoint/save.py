@@ -6,6 +6,7 @@ import contextlib
 import enum
 import errno
 import itertools
+import logging
 import os
 import secrets
 import threading
@@ -24,7 +25,9 @@ from zero.config import Config
 from zero.core.agree import agree
 from zero.core.sharded_module import ShardedModule
 from zero.engine.checkpoint.saved_state import SavedState
-from zero.log import logger
+from zero.engine.signals import Signals
+from zero.launch.contract import SAVED
+from zero.log import logger, rank_zero
 from zero.watchdog.hang_report import Phase, difference_text
 
 SLACK = 1 << 16  # bytes of each rank's share that headers and the index may take
@@ -74,7 +77,7 @@ class Beside(enum.IntEnum):
 class CheckpointSaver:
     """Saves an engine, at once or beside its training loop, where at most one save runs.
 
-    asynchronous: whether saves run beside the loop, from the snapshot.
+    asynchronous: whether saves run beside the loop, from the snapshot. signals: at which it saves and ends the run.
     """
 
     def __init__(self, engine: Any, config: Config, sharded: ShardedModule) -> None:
@@ -90,6 +93,28 @@ class CheckpointSaver:
         self._thread: threading.Thread | None = None
         self._ended = Beside.NONE
         self._error: Exception | None = None
+        self.signals = Signals()
+        self._at_signal: tuple[str | Path, int] = ("", SAVED)
+
+    def save_on_signal(self, signals: str | int | Sequence[str | int], folder: str | Path, status: int = SAVED) -> None:
+        """At a signal to any rank, "SIGUSR1" or several, save to `folder` at the end of the step, and exit all ranks.
+
+        status: of the exit; by default 75, after which `zero run` starts no ranks again. What the signals did before
+        they do no more until `destroy()`. Raises ValueError for what is no signal, RuntimeError outside of the main
+        thread.
+        """
+        self.signals.watch(signals)
+        self._at_signal = folder, status
+
+    def step_ended(self) -> None:
+        """Raise what the last save failed with; where a signal has come, save and raise SystemExit."""
+        self.raise_failure()
+        if self.signals.due:
+            folder, status = self._at_signal
+            rank_zero(logging.INFO, "a signal has come: saving to %s, and ending with status %d", folder, status)
+            self.save_checkpoint(folder)
+            self.wait_for_checkpoint()
+            raise SystemExit(status)
 
     def save_checkpoint(
         self,

@@ -25,11 +25,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from zero.launch.contract import HEARTBEAT, LOST, SILENCE
+from zero.launch.contract import HEARTBEAT, LOST, SAVED, SILENCE
 from zero.launch.hosts.addresses import free_port, own_address
 from zero.launch.hosts.host_world import HostWorld
 from zero.launch.launch_messages import LaunchError, listed, say
-from zero.launch.node.attempt_end import AttemptEnd, Failure, end_of
+from zero.launch.node.attempt_end import AttemptEnd, Failure, cause, end_of
 from zero.launch.node.connection import CUT, Connection
 
 TICK = 0.1
@@ -242,7 +242,7 @@ class RendezvousServer:
         with self._lock:
             if attempt is not self._attempt or self._final:
                 return
-            if self._restarts < self._terms.restarts:
+            if self._restarts < self._terms.restarts and cause(attempt.failures).exitcode != SAVED:
                 self._restarts += 1
                 again = f"restart {self._restarts} of {self._terms.restarts}"
                 self._restart(end_of(attempt.failures, again))
