@@ -17,7 +17,7 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.due = self._came = False
+        self.due = self._came = self._closed = False
         self._before: dict[int, Any] = {}
 
     def watch(self, names: str | int | Sequence[str | int]) -> None:
@@ -30,6 +30,9 @@ class Signals:
 
     def _note(self, number: int, frame: Any) -> None:
         self._came = True
+        if self._closed:  # by another thread, which could not give it back
+            self.close()
+            signal.raise_signal(number)
 
     def said(self, report: RankReport) -> RankReport:
         """The report of a step, with what came to this rank."""
@@ -40,10 +43,11 @@ class Signals:
         self.due = self.due or any(RankFlags.SIGNAL in each.flags for each in reports.values())
 
     def close(self) -> None:
-        """Give the signals back to whom they belonged before."""
-        for number, handler in self._before.items():
+        """Give the signals back to whom they belonged before; in another thread than the main one, when they come."""
+        self._closed = threading.current_thread() is not threading.main_thread()
+        while self._before and not self._closed:
+            number, handler = self._before.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before = {}
 
 
 def _number(name: str | int) -> int:

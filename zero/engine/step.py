@@ -304,9 +304,10 @@ class TrainingStep:
                 if self.reality is not None and self.reality.after_step():
                     self.reality = None
         if boundary:
+            self._saving.raise_failure()
             if self.alarms is not None:
                 self.alarms.save(self._saving.save_checkpoint)
-            self._saving.step_ended()
+            self._saving.end_at_signal()
 
     def conclude(self) -> None:
         """At the end, report the last step, and whether there was any."""

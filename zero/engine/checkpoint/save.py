@@ -106,9 +106,8 @@ class CheckpointSaver:
         self.signals.watch(signals)
         self._at_signal = folder, status
 
-    def step_ended(self) -> None:
-        """Raise what the last save failed with; where a signal has come, save and raise SystemExit."""
-        self.raise_failure()
+    def end_at_signal(self) -> None:
+        """Behind a step: where a signal has come, save and raise SystemExit."""
         if self.signals.due:
             folder, status = self._at_signal
             rank_zero(logging.INFO, "a signal has come: saving to %s, and ending with status %d", folder, status)
