@@ -45,6 +45,7 @@ class Job:
             "--master_port": self.master_port,
             "--max_restarts": request.max_restarts or None,
             "--min_nodes": request.min_nodes,
+            "--max_nodes": request.max_nodes,
             "--log_dir": request.log_dir,
             "--bind_core_list": request.bind_core_list,
         }
@@ -95,7 +96,7 @@ def job_of(request: RunRequest, environment: Mapping[str, str], folder: Path) ->
     chosen = _hosts(request, environment)
     if chosen is None:
         return None
-    hosts, notes = chosen
+    hosts, notes = chosen[0][: request.max_nodes], chosen[1]
     world = HostWorld(hosts)
     flags = request.hosts
     if request.min_nodes is not None and request.min_nodes > len(hosts):

@@ -82,6 +82,7 @@ class RunRequest:
     dry_run: bool
     hosts: HostFlags = field(default_factory=HostFlags)
     min_nodes: int | None = None
+    max_nodes: int | None = None
     bind_cores: bool = False
     bind_core_list: str | None = None
     quiet: bool = False
@@ -115,6 +116,10 @@ class RunRequest:
         """Raise `LaunchError` for what can be known to be wrong before anything starts."""
         self.hosts.check()
         selection.check(self.hosts.choice(self.num_nodes, self.num_gpus))
+        if self.max_nodes is not None and self.num_nodes not in (None, self.max_nodes):
+            raise LaunchError("--num_nodes and --max_nodes: give one of them")
+        if self.max_nodes is not None and self.min_nodes is None:
+            raise LaunchError("--max_nodes: give --min_nodes, too, with how many hosts the job goes on")
         if self.min_nodes is not None and self.hosts.launcher != "ssh" and not self.hosts.no_ssh:
             raise LaunchError(f"--min_nodes: {self.hosts.launcher} ends all hosts when one is lost; use --launcher ssh")
         if self.bind_core_list is not None:
@@ -165,7 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # As torchrun and accelerate launch spell it.
     same = ("--nproc_per_node", "--nproc-per-node", "--nproc", "--num_processes")
     parser.add_argument(*same, dest="num_gpus", type=_processes, help=argparse.SUPPRESS)
-    parser.add_argument("--nnodes", dest="num_nodes", type=at_least(1), help=argparse.SUPPRESS)
+    parser.add_argument("--nnodes", action=_NumberOfNodes, type=_nodes, help=argparse.SUPPRESS)
     add_config(parser)
     about = "the first N hosts of the hostfile (default: all)"
     parser.add_argument("--num_nodes", type=at_least(1), metavar="N", help=about)
@@ -183,6 +188,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log_dir", "--enable_each_rank_log", metavar="DIR", help=about)
     about = "when a host is lost, start again if N are left (default: all)"
     parser.add_argument("--min_nodes", type=at_least(1), metavar="N", help=about)
+    about = "as --num_nodes; hosts that are lost or come late join at the next restart"
+    parser.add_argument("--max_nodes", type=at_least(1), metavar="N", help=about)
     about = "give each rank cores of its own"
     parser.add_argument("--bind_cores_to_rank", dest="bind_cores", action="store_true", help=about)
     parser.add_argument("--bind_core_list", metavar="1,3-5", help="the cores to give (default: all of the host)")
@@ -199,6 +206,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # One argument for all words: a second one would take a "--" that belongs to the script for a mark of its own.
     about = "the training script; the arguments after it are its own"
     parser.add_argument("command_line", nargs=argparse.PARSER, metavar="script", help=about)
+
+
+def _nodes(text: str) -> tuple[int, int | None]:
+    """As torchrun takes it: a number of hosts, or the least and the most, as in 1:4."""
+    low, colon, high = text.partition(":")
+    return at_least(1)(low), at_least(1)(high) if colon else None
+
+
+class _NumberOfNodes(argparse.Action):
+    """What --nnodes says, as --num_nodes or as --min_nodes and --max_nodes."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        """Take it."""
+        low, high = values
+        more = {"num_nodes": low} if high is None else {"min_nodes": low, "max_nodes": high}
+        for name, value in more.items():
+            setattr(namespace, name, value)
 
 
 def _processes(text: str) -> int | None:

@@ -92,7 +92,7 @@ class Node:
             return self._ended()
         shared = {**self._plan.shared, **rendezvous.environment()}
         folder = self._log_folder(scratch)
-        number = -1
+        number = rendezvous.first - 1
         while True:
             number += 1
             rendezvous.ready(number)

@@ -47,7 +47,7 @@ class RendezvousClient:
     started: the attempt that was started last.
     over: whether all ranks of all hosts have succeeded.
     end: what ended the job, as far as this host knows; no attempt follows.
-    run_id: the name of the run, once all hosts have come.
+    run_id: the name of the run, once all hosts have come; first: the attempt that is next then.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class RendezvousClient:
         self.over = False
         self.end: AttemptEnd | None = None
         self.run_id = ""
+        self.first = 0
         self._terms = terms
         self._where = where
         self._server = server
@@ -223,6 +224,7 @@ class RendezvousClient:
     def _hear(self, kind: str, **message: Any) -> None:
         """Take what the first host tells all."""
         if kind == "joined":
+            self.first = self.first if self.run_id else message["attempt"]
             self.run_id = message["run"]
         elif kind == "start" and self.node in message["nodes"]:
             nodes = message["nodes"]
@@ -237,6 +239,8 @@ class RendezvousClient:
         elif kind == "over":
             self.over = True
             self._closing.set()
+            if not self.run_id:
+                self._finish(AttemptEnd("the job has ended", 0))
         elif kind == "refused":
             self._finish(AttemptEnd(f"the first host refuses this one: {message['text']}", 2, self.node))
         elif kind == "outcome":
@@ -256,7 +260,7 @@ def client(request: RunRequest, plan: NodePlan) -> RendezvousClient:
             f"the hosts have no secret in common: who reaches port {plan.master_port} of this one can end the job; "
             f"--launcher ssh gives them one, or set {SECRET_VARIABLE} on all of them"
         )
-    terms = Terms(plan.world, request.max_restarts, request.min_nodes, job_secret)
+    terms = Terms(plan.world, request.max_restarts, request.min_nodes, job_secret, joins=request.max_nodes is not None)
     where = (plan.master_addr, plan.master_port)
     server = RendezvousServer(terms, where) if plan.node == 0 else None
     port = request.master_port if alone else None

@@ -12,7 +12,7 @@ cut. A connection ends at once with the process at its other end. A job on one m
 nobody else to tell.
 
 Who connects and does not show that it has the job's secret hears nothing of the job, and is dropped; once all hosts
-have come, nobody can connect any more.
+have come, nobody can connect any more, unless hosts may join later. Such a host waits for the next restart.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from zero.launch.node.connection import CUT, Connection
 
 TICK = 0.1
 SETTLE = 1.0  # seconds between the first failure and the outcome; its cause may come later
+FIRST = 30.0  # seconds for hosts to come that may as well join later
 SETTLE_ALONE = 0.2  # the same on one machine, where nothing comes over a network
 REMIND = 30.0  # seconds between two lines about hosts that are waited for
 _LINGER = 2.0  # seconds for the hosts to take the last message
@@ -49,6 +50,7 @@ class Terms:
     min_nodes: int | None = None  # None: no host can be lost
     secret: str = field(default="", repr=False)  # shown by each host, and never sent
     patience: float = 300.0  # seconds for all hosts to come
+    joins: bool = False  # hosts that were lost, or have not come in time, may come later
 
     @property
     def losses(self) -> int:
@@ -58,7 +60,7 @@ class Terms:
 
     def word(self) -> str:
         """The terms as one word that two hosts can compare."""
-        return f"{self.world.encode()}/{self.restarts}/{self.min_nodes}"
+        return f"{self.world.encode()}/{self.restarts}/{self.min_nodes}/{self.joins}"
 
 
 @dataclass
@@ -93,6 +95,7 @@ class RendezvousServer:
         self._members: dict[int, Callable[..., None]] = {}  # what tells each host that has come and is not lost
         self._left = set(range(len(terms.world.hosts)))  # the hosts that take part, come or not
         self._admitted: set[int] = set()
+        self._later: dict[int, Callable[..., None]] = {}  # who waits for the next restart
         self._attempt = _Round()
         self._restarts = 0
         self._final = False  # no attempt follows
@@ -151,7 +154,10 @@ class RendezvousServer:
                     beat = now + HEARTBEAT
                     self._tell("alive")
                 missing = [] if self._final else self._missing()
-                if missing and now - began > self._terms.patience:
+                if missing and self._terms.joins and now - began > FIRST and self._enough(len(self._admitted)):
+                    for node in self._left - self._admitted:
+                        self._drop(node, f"it did not come within {FIRST:.0f} s", 1)
+                elif missing and now - began > self._terms.patience:
                     words = f"{_hosts(missing)} did not come within {self._terms.patience:.0f} s"
                     self._end(AttemptEnd(words, 1, 0))
                 elif missing and now >= remind:
@@ -194,7 +200,7 @@ class RendezvousServer:
             connection.close()
             with self._lock:
                 self._unknown.pop(peer, None)
-                if node is not None:
+                if node is not None and self._later.pop(node, None) is None:
                     self._members.pop(node, None)
                     self._drop(node, why, 1)
 
@@ -204,16 +210,31 @@ class RendezvousServer:
         wrong = None
         if hello.get("terms") != self._terms.word():
             wrong = "it was started with another hostfile, --max_restarts or --min_nodes; give all hosts the same"
-        elif node in self._admitted or node not in self._left:
-            wrong = f"--node_rank {node} is or was part of the job already"
+        elif node in self._later or node in self._left & self._admitted:
+            wrong = f"--node_rank {node} is part of the job already"
+        elif node not in self._left and not self._terms.joins:
+            wrong = f"--node_rank {node} was part of the job; with --max_nodes it could join again"
         elif self._final:
             wrong = "the job has ended"
         if wrong is not None:
             connection.send(kind="refused", text=wrong)
             return None
         self.addresses.add(connection.local_address())
-        self._join(node, connection.send)
+        if node in self._left:
+            self._join(node, connection.send)
+            return node
+        self._later[node] = connection.send
+        say(f"host {self._terms.world.hosts[node].name} has come, and takes part from the next restart on")
+        if not self._attempt.running:
+            self._take_in()
         return node
+
+    def _take_in(self) -> None:
+        """Have the hosts that have come later take part in the attempt that is next."""
+        joining, self._later = self._later, {}
+        self._left |= set(joining)
+        for node, tell in joining.items():
+            self._join(node, tell)
 
     def _join(self, node: int, tell: Callable[..., None]) -> None:
         self._members[node] = tell
@@ -223,9 +244,9 @@ class RendezvousServer:
     def _begin(self) -> None:
         """Close the door once all have come who are not lost."""
         if not self._missing():
-            if self._server is not None:
+            if self._server is not None and not self._terms.joins:
                 _shut(self._server)
-            self._tell("joined", run=self._run_id)
+            self._tell("joined", run=self._run_id, attempt=self._attempt.number)
 
     def _missing(self) -> list[str]:
         return [self._terms.world.hosts[node].name for node in sorted(self._left - self._admitted)]
@@ -256,7 +277,7 @@ class RendezvousServer:
         self._left.discard(node)
         self._attempt.ready.discard(node)
         text = f"host {self._terms.world.hosts[node].name} is lost: {why}"
-        if node == 0 or len(self._left) < len(self._terms.world.hosts) - self._terms.losses:
+        if node == 0 or not self._enough(len(self._left)):
             self._end(AttemptEnd(text, status, 0))
             return
         text = f"{text}; going on with {len(self._left)} of {len(self._terms.world.hosts)} hosts"
@@ -269,9 +290,13 @@ class RendezvousServer:
             self._begin()
             self._start_attempt()
 
+    def _enough(self, hosts: int) -> bool:
+        return hosts >= len(self._terms.world.hosts) - self._terms.losses
+
     def _restart(self, ended: AttemptEnd) -> None:
         self._tell("outcome", outcome=asdict(ended))
         self._attempt = _Round(self._attempt.number + 1)
+        self._take_in()
 
     def _end(self, ended: AttemptEnd) -> None:
         if not self._final:
@@ -279,7 +304,8 @@ class RendezvousServer:
             self._tell("outcome", outcome=asdict(ended))
 
     def _tell(self, kind: str, **rest: Any) -> None:
-        for tell in self._members.values():
+        waiting = self._later if self._final or kind == "alive" else {}
+        for tell in (*self._members.values(), *waiting.values()):
             tell(kind=kind, **rest)
 
 

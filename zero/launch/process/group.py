@@ -135,11 +135,7 @@ class ProcessGroup:
         with caught(self._signals, signal.SIGTSTP) if self._catches else contextlib.nullcontext():
             try:
                 for process in self.processes:
-                    process.start()
-                    self._started.append(process)
-                    self._running.append(process)
-                    for stream in process.streams:
-                        self._selector.register(stream.fd, selectors.EVENT_READ, (process, stream))
+                    self.start(process)
                 while self._running or self._selector.get_map() or not self.finished():
                     self._turn()
                 self.wrap_up()
@@ -149,6 +145,14 @@ class ProcessGroup:
                 if self._sweeps:
                     self._descendants.end(grace=0)
                 self._selector.close()
+
+    def start(self, process: Process) -> None:
+        """Start it, and look after it."""
+        process.start()
+        self._started.append(process)
+        self._running.append(process)
+        for stream in process.streams:
+            self._selector.register(stream.fd, selectors.EVENT_READ, (process, stream))
 
     def wrap_up(self) -> None:
         """All have ended; signals are still ours."""

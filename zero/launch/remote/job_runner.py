@@ -19,6 +19,7 @@ from zero.launch.process.output import OutputPump
 from zero.launch.process.process import Command, Process
 
 _GRACE = 3  # seconds between asking what mpirun, say, has left here to end, and killing it
+_RETRY = 10.0  # seconds between two tries to reach a host that was lost
 _OF_NODES = (b"zero run: ", b"[")  # how every line of a node and of its ranks begins; all others are ssh's
 _LONGEST = 1000  # bytes of what ssh said; a message has to fit in a pipe in one piece
 _MISSING = {
@@ -45,7 +46,7 @@ def run(job: Job) -> int:
     # Whatever mpirun, say, has started on this machine would outlive it. An ssh leaves nothing, unless the user
     # wants it to: a connection that other commands share.
     descendants = None if launcher == "ssh" else Descendants(adopt=True)
-    group = NodeGroup(processes, descendants)
+    group = NodeGroup(processes, descendants, job.request.max_nodes is not None)
     group.run()
     if descendants is not None and group.status:
         descendants.end(_GRACE)
@@ -63,7 +64,14 @@ class NodeProcess(Process):
 
     def __init__(self, name: str, command: Command, secret: str) -> None:
         super().__init__(name, command)
+        self.again = False  # it is tried again
         self._secret = secret
+
+    def once_more(self) -> NodeProcess:
+        """Another try to start the same host."""
+        other = NodeProcess(self.name, self.command, self._secret)
+        other.again = True
+        return other
 
     def start(self) -> None:
         """Start it, and hand over the secret."""
@@ -100,15 +108,21 @@ class NodeGroup(ProcessGroup):
     status: the exit status of the job; that of the first host, or 128 + the signal that stopped the launcher.
     """
 
-    def __init__(self, processes: Sequence[Process], descendants: Descendants | None = None) -> None:
+    def __init__(
+        self, processes: Sequence[Process], descendants: Descendants | None = None, joins: bool = False
+    ) -> None:
+        """joins: try the hosts that are lost again, which may come back."""
         super().__init__(processes, OutputPump(), descendants=descendants)
+        self._joins = joins
+        self._again: list[tuple[float, NodeProcess]] = []
         self.status = 0
         self._ending = False
         self._next_heartbeat = 0.0
 
     def received(self, process: Process, is_stderr: bool, lines: bytes) -> None:
-        """Hand it on."""
-        self.outputs.put(is_stderr, lines)
+        """Hand it on; not what ssh says of a host that it does not reach again."""
+        if not (isinstance(process, NodeProcess) and process.again) or lines.startswith(_OF_NODES):
+            self.outputs.put(is_stderr, lines)
 
     def ended(self, process: Process) -> None:
         """A node has ended: the first one and so the job, or another one, of which the first is told."""
@@ -118,6 +132,8 @@ class NodeGroup(ProcessGroup):
             if process.status:
                 why = loss or f"its launcher ended with status {process.status}"
                 first.tell(kind="lost", node=process.command.node, text=why, status=process.status)
+                if self._joins:
+                    self._again.append((time.monotonic() + _RETRY, process.once_more()))
             return
         if not self._ending:
             if loss is not None:
@@ -141,6 +157,8 @@ class NodeGroup(ProcessGroup):
             first.tell(kind="alive")
         if self._ending:
             return
+        while self._again and self._again[0][0] <= now:
+            self.start(self._again.pop(0)[1])
         if self.stopped_by is not None:  # the group has begun to end
             self._ending = True
             self.status = 128 + self.stopped_by

@@ -20,7 +20,7 @@ from zero.launch.backends import to_host
 from zero.launch.contract import NO_CONNECTION
 from zero.launch.hosts import addresses
 from zero.launch.job import Job
-from zero.launch.launch_messages import LaunchError, listed, raise_all
+from zero.launch.launch_messages import LaunchError, listed, raise_all, say
 from zero.launch.process.group import ProcessGroup
 from zero.launch.process.process import Command, Process
 from zero.launch.remote.job_runner import require
@@ -83,6 +83,10 @@ def check(job: Job) -> int:
             texts = [f"did not answer within {group.seconds:g} s" + (f"; its last line was: {last}" if last else "")]
         else:
             texts = problems_of(job, process.status or 0, out, err, here)
+        away = process.name in group.late or process.status == NO_CONNECTION
+        if away and process.command.node and job.request.max_nodes is not None:
+            say(f"host {process.name} {texts[0]}; it may join later")
+            continue
         problems += [f"host {process.name}: {text}" for text in texts]
     if problems:
         hosts = counted(len(group.processes), "host")
