@@ -17,6 +17,7 @@ from ports import free_port
 
 from zero.launch.hosts.host_world import Host, HostWorld
 from zero.launch.node import rendezvous_client, rendezvous_server
+from zero.launch.node.attempt_end import Failure
 from zero.launch.node.connection import Connection
 from zero.launch.node.rendezvous_client import RendezvousClient
 from zero.launch.node.rendezvous_server import RendezvousServer, Terms
@@ -95,6 +96,54 @@ def test_hosts_start_without_one_that_the_launcher_has_lost_and_that_one_ends(ca
         for member in members[2:]:
             assert eventually(lambda member=member: member.end)
             assert (member.end.node, member.end.status) == (None, 129)
+
+
+def started(members: list[RendezvousClient], attempt: int) -> list[tuple[int, int]]:
+    """The number of each host, and of all, in an attempt that these are ready for."""
+    for member in members:
+        member.ready(attempt)
+    assert eventually(lambda: all(member.attempt() for member in members))
+    return [(member.attempt().node, len(member.attempt().world.hosts)) for member in members]
+
+
+def test_a_host_that_is_lost_joins_at_the_next_restart(said):
+    given = terms(min_nodes=1, restarts=1, joins=True)
+    with met(given) as (_, where, [first, b, c]):
+        assert eventually(lambda: all(member.run_id for member in (first, b, c)))
+        assert started([first, b, c], 0) == [(0, 3), (1, 3), (2, 3)]
+        b.close()
+        assert eventually(lambda: first.outcome and c.outcome)
+        assert "host b is lost" in first.outcome.text and first.outcome.restart
+        assert started([first, c], 1) == [(0, 2), (1, 2)]
+        again = RendezvousClient(given, 1, where)
+        again.open()
+        assert eventually(lambda: "host b has come, and takes part from the next restart on" in said)
+        assert not again.run_id
+        first.failed([Failure(0, 1, pid=1)])
+        assert eventually(lambda: again.run_id)
+        assert again.first == 2
+        assert eventually(lambda: first.outcome and c.outcome)
+        assert started([first, again, c], 2) == [(0, 3), (1, 3), (2, 3)]
+        for member in (first, again, c):
+            member.done()
+        assert eventually(lambda: first.over and again.over and c.over)
+        again.close()
+
+
+def test_hosts_that_may_come_late_are_not_waited_for(said, monkeypatch):
+    monkeypatch.setattr(rendezvous_server, "FIRST", 1.0)
+    given = terms(min_nodes=2, joins=True)
+    with met(given, nodes=(2,)) as (_, where, [first, c]):
+        assert eventually(lambda: first.run_id and c.run_id)
+        assert started([first, c], 0) == [(0, 2), (1, 2)]
+        late = RendezvousClient(given, 1, where)
+        late.open()
+        assert eventually(lambda: any("host b has come" in line for line in said))
+        first.done()
+        c.done()
+        assert eventually(lambda: late.end)
+        assert (late.end.text, late.end.status) == ("the job has ended", 0)
+        late.close()
 
 
 def test_who_does_not_belong_is_refused_and_the_others_go_on():
