@@ -55,7 +55,7 @@ class Nodes:
             for node, name in enumerate(hosts)
         }
         if by_ssh is not None:
-            self.processes[by_ssh].stdin.write(b"of the test\n")
+            self.processes[by_ssh].stdin.write(b'{"ZERO_SECRET": "of the test"}\n')
         self.out: dict[str, str] = {}
         self.err: dict[str, str] = {}
 

@@ -74,10 +74,11 @@ def _slurm(job: Job) -> list[Command]:
 def _openmpi(job: Job) -> list[Command]:
     """mpirun starts one launcher per host; the ranks are the launcher's, and use no MPI.
 
-    Each part names its host, as mpirun orders hosts in its own way, the one that it runs on first. The job's secret is
-    in mpirun's environment, and only its name is here.
+    Each part names its host, as mpirun orders hosts in its own way, the one that it runs on first. The job's secrets
+    are in mpirun's environment, and only their names are here.
     """
-    hosts = [["--host", host.name, "-x", SECRET_VARIABLE] for host in job.world.hosts]
+    names = [word for name in (SECRET_VARIABLE, *job.secrets) for word in ("-x", name)]
+    hosts = [["--host", host.name, *names] for host in job.world.hosts]
     return [Command(["mpirun", *job.request.hosts.launcher_args, "--bind-to", "none", *_mpi_parts(job, hosts)])]
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from zero.launch.args.run import RunRequest
 from zero.launch.hosts import environment as variables
@@ -31,6 +32,7 @@ class Job:
     environment: Mapping[str, str]  # what a node's processes get on top of what its own login gives
     folder: str  # where they run, as the launcher does
     notes: tuple[str, ...] = ()  # what was decided for the user, to be said once
+    secrets: Mapping[str, str] = MappingProxyType({})  # more of the environment, which stands on no command line
 
     def node_words(self, node: str | None) -> list[str]:
         """The program and arguments of the launcher on the host number `node`, with the variables set by `env`.
@@ -109,14 +111,16 @@ def job_of(request: RunRequest, environment: Mapping[str, str], folder: Path) ->
             f"host {loopback[0]!r} is another machine to each of the hosts; give it the name that the others know it by"
         )
     from_files = variables.from_files(environment, folder, flags.env_file, not flags.no_env_files)
+    values = sorted({**variables.forwarded(environment), **from_files.values}.items())
     return Job(
         request,
         world,
         request.master_addr or (hosts[0].name if len(hosts) > 1 else "127.0.0.1"),
         request.master_port or PORT,  # a free one cannot be looked for on another host
-        dict(sorted({**variables.forwarded(environment), **from_files.values}.items())),
+        {name: text for name, text in values if not variables.is_secret(name)},
         str(folder),
         () if request.quiet else (*notes, *note_of_files(from_files)),
+        {name: text for name, text in values if variables.is_secret(name)},
     )
 
 

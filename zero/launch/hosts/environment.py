@@ -24,6 +24,8 @@ OURS = {
     "NODE_RANK": "--node_rank", "MASTER_ADDR": "--master_addr", "MASTER_PORT": "--master_port",
     "CUDA_VISIBLE_DEVICES": "--include", SECRET_VARIABLE: "the environment of each host's launcher, with --no_ssh",
 }  # fmt: skip
+# Of names that say so, values stand on no command line: who lists the processes of a host would read them.
+_SECRET = re.compile(r"TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _COMMENT = re.compile(r"\s+#.*")
 
@@ -43,6 +45,11 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
         # An exported function of bash has a name that `env` would take, and a shell on the other side would not.
         if name.startswith(PREFIXES) and not name.startswith(NEVER) and _NAME.fullmatch(name)
     }
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of a variable is nobody's business, by its name."""
+    return _SECRET.search(name) is not None
 
 
 def from_files(environment: Mapping[str, str], folder: Path, extra: str | None = None, usual: bool = True) -> Variables:

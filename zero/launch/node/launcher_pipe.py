@@ -1,6 +1,6 @@
 """The stdin of a host's launcher that `zero run` has started from elsewhere: what is heard of the one who started it.
 
-It brings the secret of the job as its first line, and then lines with messages. On the first host, which decides for
+It brings the secrets of the job as its first line, and then lines with messages. On the first host, which decides for
 all: that the launcher is there, every second; that it was stopped; that ssh has lost another host. On the others: that
 it was stopped, for one that has not reached the first host yet. Its end says on every host that the launcher is gone.
 """
@@ -12,14 +12,14 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from zero.launch.contract import SECRET_VARIABLE
 from zero.launch.launch_messages import LaunchError
 
 _CHUNK = 4096
-_LINE = 128  # bytes within which a secret ends
+_LINE = 1 << 16  # bytes within which the secrets end; a pipe takes as many at once
 _PATIENCE = 60.0  # seconds for the launcher to hand it over
 
 
@@ -53,17 +53,20 @@ class LauncherPipe:
             return b""
 
 
-def secret_of_job(by_stdin: bool, environment: Mapping[str, str]) -> str:
-    """The secret that a host's launcher was given: the first line of its stdin, or a variable; "" where there is none.
+def secret_of_job(by_stdin: bool, environment: MutableMapping[str, str]) -> str:
+    """The secret that a launcher was given, by the first line of its stdin or a variable; "" where there is none.
 
-    What follows that line stays unread. Raises LaunchError where no line comes.
+    Other secrets of that line become variables; what follows it stays unread. Raises LaunchError where no line comes.
     """
     if not by_stdin:
         return environment.get(SECRET_VARIABLE, "")
     line = b""
     while len(line) < _LINE and select.select([0], [], [], _PATIENCE)[0] and (byte := os.read(0, 1)):
         if byte == b"\n":
-            return line.decode(errors="replace")
+            secrets = json.loads(line)
+            secret = secrets.pop(SECRET_VARIABLE)
+            environment.update(secrets)
+            return secret
         line += byte
     raise LaunchError("the launcher that started this one did not hand over the secret of the job")
 

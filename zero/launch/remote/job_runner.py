@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from secrets import token_hex
 from typing import Any
 
@@ -38,11 +38,11 @@ def run(job: Job) -> int:
     processes: list[Process] = []
     for command in commands:
         if command.node is None:
-            with_secret = {**command.environment, SECRET_VARIABLE: secret}
+            with_secret = {**command.environment, **job.secrets, SECRET_VARIABLE: secret}
             processes.append(Process(launcher, command._replace(environment=with_secret)))
         else:
             name = job.world.hosts[command.node].name
-            processes.append(NodeProcess(name, command, secret))
+            processes.append(NodeProcess(name, command, {**job.secrets, SECRET_VARIABLE: secret}))
     # Whatever mpirun, say, has started on this machine would outlive it. An ssh leaves nothing, unless the user
     # wants it to: a connection that other commands share.
     descendants = None if launcher == "ssh" else Descendants(adopt=True)
@@ -62,21 +62,21 @@ def require(program: str, launcher: str) -> None:
 class NodeProcess(Process):
     """The ssh of one host."""
 
-    def __init__(self, name: str, command: Command, secret: str) -> None:
+    def __init__(self, name: str, command: Command, secrets: Mapping[str, str]) -> None:
         super().__init__(name, command)
         self.again = False  # it is tried again
-        self._secret = secret
+        self._secrets = secrets
 
     def once_more(self) -> NodeProcess:
         """Another try to start the same host."""
-        other = NodeProcess(self.name, self.command, self._secret)
+        other = NodeProcess(self.name, self.command, self._secrets)
         other.again = True
         return other
 
     def start(self) -> None:
-        """Start it, and hand over the secret."""
+        """Start it, and hand over the secrets."""
         super().start()
-        self.write(self._secret.encode() + b"\n")
+        self.write(json.dumps(self._secrets).encode() + b"\n")
 
     def tell(self, **message: Any) -> None:
         """Send the host a message of the launcher."""
