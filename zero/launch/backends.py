@@ -1,7 +1,8 @@
 """The ways to start a job on its hosts: a function per launcher, from the job to command lines.
 
 What ends the remote processes when a connection is gone: over ssh no terminal is asked for (-T), and the node ends
-when its stdin does (--stdin). A terminal (-tt) would have them hung up on by sshd, but it joins stdout and stderr, adds
+when its stdin does (--stdin). srun and mpirun hand the stdin on to one of the nodes, which ends the job in that way;
+signals they would hand on in ways of their own, or kill all. A terminal (-tt) would have them hung up on by sshd, but it joins stdout and stderr, adds
 carriage returns, and takes bytes of the output for control characters; and when a host is cut off from the network,
 sshd does not notice for hours unless its own settings ask it to. So whoever starts these commands keeps each ssh's
 stdin open, writes the job's secret on it and, on the first host's, a line every second; see node/launcher_pipe.py. The
@@ -28,7 +29,8 @@ SSH_OPTIONS = (
 
 def commands(job: Job) -> list[Command]:
     """The command lines that start `job` by the launcher that was asked for."""
-    return BACKENDS[job.request.hosts.launcher](job)
+    hosts = replace(job.request.hosts, stdin=True)
+    return BACKENDS[hosts.launcher](replace(job, request=replace(job.request, hosts=hosts)))
 
 
 def to_host(flags: HostFlags, name: str) -> list[str]:
@@ -40,10 +42,8 @@ def to_host(flags: HostFlags, name: str) -> list[str]:
 
 def _ssh(job: Job) -> list[Command]:
     """One connection per host, all at the same time."""
-    request = job.request
-    job = replace(job, request=replace(request, hosts=replace(request.hosts, stdin=True)))
     return [
-        Command([*to_host(request.hosts, host.name), job.shell(job.node_words(str(node)))], node, {}, True)
+        Command([*to_host(job.request.hosts, host.name), job.shell(job.node_words(str(node)))], node, {}, True)
         for node, host in enumerate(job.world.hosts)
     ]
 
@@ -62,13 +62,12 @@ def _slurm(job: Job) -> list[Command]:
         f"--nodelist={','.join(names)}",
         "--kill-on-bad-exit=1",
         "--cpu-bind=none",  # a task is a whole node's launcher: bound to one core, all ranks would share it
-        "--input=none",
+        "--input=0",
         "--export=ALL",  # the job's own variables are in the line: here a comma in a value would end it
         *job.request.hosts.launcher_args,
         *["sh", "-c", job.shell(job.node_words(None))],
     ]
-    # So that the first SIGINT goes on to the nodes, in place of a list of what they do.
-    return [Command(words, environment={"SLURM_DISABLE_STATUS": "1"})]
+    return [Command(words, holds_stdin=True)]
 
 
 def _openmpi(job: Job) -> list[Command]:
@@ -79,14 +78,15 @@ def _openmpi(job: Job) -> list[Command]:
     """
     names = [word for name in (SECRET_VARIABLE, *job.secrets) for word in ("-x", name)]
     hosts = [["--host", host.name, *names] for host in job.world.hosts]
-    return [Command(["mpirun", *job.request.hosts.launcher_args, "--bind-to", "none", *_mpi_parts(job, hosts)])]
+    words = ["mpirun", *job.request.hosts.launcher_args, "--bind-to", "none", *_mpi_parts(job, hosts)]
+    return [Command(words, holds_stdin=True)]
 
 
 def _mpich(job: Job) -> list[Command]:
     """MPICH and what uses its mpiexec (Hydra), such as Intel MPI; part i runs on host i of the list."""
     names = ",".join(host.name for host in job.world.hosts)
     words = ["mpirun", *job.request.hosts.launcher_args, "-hosts", names, "-ppn", "1", "-bind-to", "none"]
-    return [Command([*words, *_mpi_parts(job, [[] for _ in job.world.hosts])])]
+    return [Command([*words, *_mpi_parts(job, [[] for _ in job.world.hosts])], holds_stdin=True)]
 
 
 def _mpi_parts(job: Job, options: list[list[str]]) -> list[str]:

@@ -42,6 +42,7 @@ class Job:
         request = self.request
         flags = {
             "--node_rank": node,
+            "--launcher": request.hosts.launcher,
             "--world": self.world.encode(),
             "--master_addr": self.master_addr,
             "--master_port": self.master_port,

@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from zero.launch.contract import SECRET_VARIABLE
@@ -69,6 +69,11 @@ def secret_of_job(by_stdin: bool, environment: MutableMapping[str, str]) -> str:
             return secret
         line += byte
     raise LaunchError("the launcher that started this one did not hand over the secret of the job")
+
+
+def first_of_tasks(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the one that srun or mpirun hands its stdin on to."""
+    return "0" in (environment.get(name) for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"))
 
 
 def take_stdin() -> int:

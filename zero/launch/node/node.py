@@ -13,11 +13,11 @@ from zero.launch.args.run import RunRequest
 from zero.launch.contract import LOST, SILENCE
 from zero.launch.launch_messages import LaunchError, say
 from zero.launch.node.attempt_end import signal_name
-from zero.launch.node.launcher_pipe import LauncherPipe, take_stdin
+from zero.launch.node.launcher_pipe import LauncherPipe, first_of_tasks, take_stdin
 from zero.launch.node.node_plan import THREADS, NodePlan, command, gpu_count, lines, plan
 from zero.launch.node.rank import RankProcess, environment
 from zero.launch.node.rendezvous_client import Attempt, RendezvousClient, client
-from zero.launch.process.group import Descendants, ProcessGroup, caught
+from zero.launch.process.group import PASSED, Descendants, ProcessGroup, caught
 from zero.launch.process.output import OutputPump, prefixed
 from zero.launch.process.process import Command, Process
 
@@ -64,11 +64,15 @@ class Node:
         self.stopped_by: int | None = None
         self._request = request
         self._plan = plan
-        self._started_by_launcher = request.hosts.stdin
+        # srun and mpirun hand the launcher's stdin on to one of their processes.
+        by_ssh = request.hosts.launcher == "ssh"
+        self._started_by_launcher = request.hosts.stdin and (by_ssh or first_of_tasks(os.environ))
+        self._hears_always = plan.node == 0 or not by_ssh
+        rendezvous.signals = self.signals
 
     def run(self) -> int:
         """Run the ranks until those of all hosts have succeeded, or have failed for the last time; the exit status."""
-        with caught(self.signals), tempfile.TemporaryDirectory() as scratch:
+        with caught(self.signals, *PASSED), tempfile.TemporaryDirectory() as scratch:
             try:
                 return self._attempts(scratch)
             except BaseException as error:
@@ -85,7 +89,7 @@ class Node:
         rendezvous.open()
         # Take stdin from the ranks of several hosts, and hear there the launcher that has started this one.
         if self._started_by_launcher:
-            LauncherPipe(self.signals, rendezvous.relay, SILENCE if self._plan.node == 0 else None)
+            LauncherPipe(self.signals, rendezvous.relay, SILENCE if self._hears_always else None)
         elif rendezvous.host is not None:
             os.close(take_stdin())
         if not self._wait(lambda: rendezvous.run_id):
@@ -114,7 +118,10 @@ class Node:
 
     def _wait(self, ready: Callable[[], object]) -> object:
         """What `ready` returns once that is something; None where a signal or the end of the job comes first."""
-        while not self.signals and self.rendezvous.end is None:
+        while self.rendezvous.end is None:
+            self.signals[:] = [each for each in self.signals if each not in PASSED]  # there are no ranks to get them
+            if self.signals:
+                break
             if value := ready():
                 return value
             time.sleep(_POLL)

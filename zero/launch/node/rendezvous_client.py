@@ -64,6 +64,7 @@ class RendezvousClient:
         self.end: AttemptEnd | None = None
         self.run_id = ""
         self.first = 0
+        self.signals: list[int] = []  # that the ranks of all hosts are to get
         self._terms = terms
         self._where = where
         self._server = server
@@ -146,7 +147,9 @@ class RendezvousClient:
         """Take a message of the launcher that has started the hosts."""
         if self._server is not None:
             self._server.handle(None, message)
-        elif self._connection is None and message["kind"] == "end":  # the first host does not reach this one yet
+        elif self._connection is not None:
+            self._connection.send(**message)
+        elif message["kind"] == "end":  # the first host does not reach this one yet
             self._finish(AttemptEnd(message["text"], message["status"]))
 
     def close(self) -> None:
@@ -236,6 +239,8 @@ class RendezvousClient:
                 (address,) = self._server.addresses
             port = self._port or message["port"]
             self.started = Attempt(message["attempt"], world, nodes.index(self.node), address, port)
+        elif kind == "signal":
+            self.signals.append(message["number"])
         elif kind == "over":
             self.over = True
             self._closing.set()
@@ -252,7 +257,7 @@ class RendezvousClient:
 def client(request: RunRequest, plan: NodePlan) -> RendezvousClient:
     """The client of this host; on the first one, or the only one, with the server."""
     alone = len(plan.world.hosts) == 1
-    job_secret = secret_of_job(request.hosts.stdin, os.environ)
+    job_secret = secret_of_job(request.hosts.stdin and request.hosts.launcher == "ssh", os.environ)
     if alone:
         job_secret = token_hex()  # nobody else is to have it
     elif plan.node == 0 and not job_secret:

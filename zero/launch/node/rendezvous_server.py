@@ -123,6 +123,8 @@ class RendezvousServer:
             kind = message["kind"]
             if kind == "lost":
                 self._drop(message["node"], message["text"], message["status"])
+            elif kind == "signal":
+                self._tell("signal", number=message["signal"])
             elif kind == "end":
                 self._end(AttemptEnd(message["text"], message["status"], node, signal=message["signal"]))
             elif self._final or message.get("attempt") != self._attempt.number:

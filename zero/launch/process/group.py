@@ -25,6 +25,7 @@ _PAUSE = 0.01  # seconds to wait for whoever reads what we write
 _HASTE = 1.0  # seconds that are left after a second signal, and from asking a process to end to killing it
 _STUCK = 3.0  # seconds after which a killed process is waited for no longer
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PASSED = (signal.SIGUSR1, signal.SIGUSR2)  # which end nothing by themselves
 
 
 class Descendants:
@@ -75,7 +76,8 @@ class ProcessGroup:
     """Runs processes until all have ended. A subclass says what is to happen in `received`, `ended` and `tick`.
 
     SIGINT, SIGTERM, SIGHUP and SIGQUIT ask all processes to end; those that have not after `patience` seconds are
-    ended, and a second signal makes that sooner. A signal that was ignored before stays so, as under nohup.
+    ended, and a second signal makes that sooner. A signal that was ignored before stays so, as under nohup. SIGUSR1 and
+    SIGUSR2 are passed on.
 
     outputs: where lines of the processes and our own go; more is read only when its reader keeps up.
     signals: where `caught` notes them, if the caller has called that already.
@@ -132,7 +134,7 @@ class ProcessGroup:
         if soft != resource.RLIM_INFINITY and soft < files:
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
         self._descendants = self._descendants or Descendants()
-        with caught(self._signals, signal.SIGTSTP) if self._catches else contextlib.nullcontext():
+        with caught(self._signals, signal.SIGTSTP, *PASSED) if self._catches else contextlib.nullcontext():
             try:
                 for process in self.processes:
                     self.start(process)
@@ -174,6 +176,8 @@ class ProcessGroup:
             number = self._signals.pop(0)
             if number == signal.SIGTSTP:
                 self.suspend()
+            elif number in PASSED:
+                self.pass_on(number)
             elif self.stopped_by is not None:
                 now = time.monotonic()
                 self._agenda = [(min(at, now + place * _HASTE), what) for place, (at, what) in enumerate(self._agenda)]
@@ -181,6 +185,11 @@ class ProcessGroup:
                 self.stopped_by = number
                 self.end(number)
         return self.stopped_by is not None
+
+    def pass_on(self, number: int) -> None:
+        """A signal that is for the processes alone, and not for what they have started."""
+        for process in self._running:
+            process.tell_signal(number)
 
     def suspend(self) -> None:
         """The terminal's Ctrl-Z."""

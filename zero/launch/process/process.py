@@ -124,11 +124,11 @@ class Process:
 
     def ask(self, number: int) -> None:
         """Ask it to end what it runs, as the signal `number` would."""
-        if self.command.holds_stdin:
-            self.close_stdin()
-        else:
-            # Whatever we were sent: srun takes SIGTERM for an order to kill at once, and each of them hands SIGINT on.
-            self._send(signal.SIGINT)
+        self.close_stdin()
+
+    def tell_signal(self, number: int) -> None:
+        """Pass a signal on that ends nothing by itself."""
+        self._send(number)
 
     def close(self) -> None:
         """End it, politely."""

@@ -35,11 +35,11 @@ def run(job: Job) -> int:
     launcher = job.request.hosts.launcher
     commands, secret = backends.commands(job), token_hex()
     require(commands[0].words[0], launcher)
-    processes: list[Process] = []
+    processes: list[LauncherProcess] = []
     for command in commands:
         if command.node is None:
             with_secret = {**command.environment, **job.secrets, SECRET_VARIABLE: secret}
-            processes.append(Process(launcher, command._replace(environment=with_secret)))
+            processes.append(LauncherProcess(launcher, command._replace(environment=with_secret)))
         else:
             name = job.world.hosts[command.node].name
             processes.append(NodeProcess(name, command, {**job.secrets, SECRET_VARIABLE: secret}))
@@ -59,7 +59,24 @@ def require(program: str, launcher: str) -> None:
         raise LaunchError(f"--launcher {launcher}: there is no program {program!r}; {_MISSING[launcher]}")
 
 
-class NodeProcess(Process):
+class LauncherProcess(Process):
+    """What starts nodes, of which one hears us by its stdin."""
+
+    def tell(self, **message: Any) -> None:
+        """Send the node a message of the launcher."""
+        self.write(json.dumps(message).encode() + b"\n")
+
+    def tell_signal(self, number: int) -> None:
+        """Have all ranks get it."""
+        self.tell(kind="signal", signal=number)
+
+    def ask(self, number: int) -> None:
+        """Ask it to end the job, as the signal `number` would: the first host does, others before they reach that."""
+        number = number if number == signal.SIGINT else signal.SIGTERM
+        self.tell(kind="end", text="", status=128 + number, signal=number)
+
+
+class NodeProcess(LauncherProcess):
     """The ssh of one host."""
 
     def __init__(self, name: str, command: Command, secrets: Mapping[str, str]) -> None:
@@ -77,15 +94,6 @@ class NodeProcess(Process):
         """Start it, and hand over the secrets."""
         super().start()
         self.write(json.dumps(self._secrets).encode() + b"\n")
-
-    def tell(self, **message: Any) -> None:
-        """Send the host a message of the launcher."""
-        self.write(json.dumps(message).encode() + b"\n")
-
-    def ask(self, number: int) -> None:
-        """Ask it to end the job, as the signal `number` would: the first host does, others before they reach that."""
-        number = number if number == signal.SIGINT else signal.SIGTERM
-        self.tell(kind="end", text="", status=128 + number, signal=number)
 
     def loss(self) -> str | None:
         """Why the host is lost, in the words of ssh where it said some; None where its launcher has said so."""
@@ -109,7 +117,7 @@ class NodeGroup(ProcessGroup):
     """
 
     def __init__(
-        self, processes: Sequence[Process], descendants: Descendants | None = None, joins: bool = False
+        self, processes: Sequence[LauncherProcess], descendants: Descendants | None = None, joins: bool = False
     ) -> None:
         """joins: try the hosts that are lost again, which may come back."""
         super().__init__(processes, OutputPump(), descendants=descendants)
@@ -143,16 +151,17 @@ class NodeGroup(ProcessGroup):
             self._end(process.status)
 
     def suspend(self) -> None:
-        """Not where the hosts would take the silence for the end of the launcher."""
-        if isinstance(self.processes[0], NodeProcess):
-            self.say("not suspended: the hosts would take the silence for the end of the launcher")
-        else:
-            super().suspend()
+        """Not here: the hosts would take the silence for the end of the launcher."""
+        self.say("not suspended: the hosts would take the silence for the end of the launcher")
+
+    def pass_on(self, number: int) -> None:
+        """By the first host, to the ranks of all."""
+        self.processes[0].tell_signal(number)
 
     def tick(self) -> None:
         """The first host hears from us; a signal, or a reader that is gone, ends the job."""
         first, now = self.processes[0], time.monotonic()
-        if isinstance(first, NodeProcess) and now >= self._next_heartbeat:
+        if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT
             first.tell(kind="alive")
         if self._ending:
