@@ -2,11 +2,12 @@
 
 What ends the remote processes when a connection is gone: over ssh no terminal is asked for (-T), and the node ends
 when its stdin does (--stdin). srun and mpirun hand the stdin on to one of the nodes, which ends the job in that way;
-signals they would hand on in ways of their own, or kill all. A terminal (-tt) would have them hung up on by sshd, but it joins stdout and stderr, adds
-carriage returns, and takes bytes of the output for control characters; and when a host is cut off from the network,
-sshd does not notice for hours unless its own settings ask it to. So whoever starts these commands keeps each ssh's
-stdin open, writes the job's secret on it and, on the first host's, a line every second; see node/launcher_pipe.py. The
-other way round, ssh asks the server every 2 seconds (ServerAliveInterval) and gives up when 3 answers are missing.
+signals they would hand on in ways of their own, or kill all. A terminal (-tt) would have them hung up on by sshd, but
+it joins stdout and stderr, adds carriage returns, and takes bytes of the output for control characters; and when a host
+is cut off from the network, sshd does not notice for hours unless its own settings ask it to. So whoever starts these
+commands keeps each stdin open, writes the job's secrets on those of ssh and, on the first one, a line every second; see
+node/launcher_pipe.py. The other way round, ssh asks the server every 2 seconds (ServerAliveInterval) and gives up when
+3 answers are missing.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ class RendezvousServer:
             elif kind == "signal":
                 self._tell("signal", number=message["signal"])
             elif kind == "end":
-                self._end(AttemptEnd(message["text"], message["status"], node, signal=message["signal"]))
+                says = node if message["text"] else None
+                self._end(AttemptEnd(message["text"], message["status"], says, signal=message["signal"]))
             elif self._final or message.get("attempt") != self._attempt.number:
                 return  # a heartbeat; or it has not yet heard how the job, or that attempt, ended
             elif kind == "ready":
