@@ -32,6 +32,7 @@ from zero.log import counted
 from zero.recompute.modules import Recomputed
 from zero.recompute.policy import Policy
 from zero.recompute.saved_inputs import ALONE, InputStore
+from zero.recompute.selective import Selective
 from zero.sizes.model_trace import Inputs, arguments, blocks_of, ends
 from zero.sizes.rates import Rates
 from zero.sizes.recorder import FORMULAS
@@ -126,7 +127,8 @@ def flops_of(turn: Callable[[], None]) -> int:
 def recomputing(module: nn.Module, turn: Callable[[], None], device: torch.device) -> dict[str, float]:
     """How many times as long a pass takes longer, where all blocks recompute, by policy; {} without."""
     store = InputStore(ActivationCheckpointing(), ALONE, device)
-    blocks = [Recomputed(module.get_submodule(name), name, 0, 1, store) for name in sorted(blocks_of(module, ()))]
+    rules = {Policy.SELECTIVE: Selective(), Policy.FULL: None}
+    blocks = [Recomputed(module.get_submodule(name), 0, rules, store) for name in sorted(blocks_of(module, ()))]
     if not blocks:
         return {}
 
