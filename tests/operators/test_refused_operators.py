@@ -36,6 +36,7 @@ def refused(model: nn.Module, text: str, rows: int = ROWS // 4, **section: Any) 
     engine = engine_of(model, **section)
     with pytest.raises((ValueError, RuntimeError), match=text):
         engine(torch.randn(rows, WIDTH))
+    dist.barrier()  # some find out seconds later, which an engine behind an exception would not wait for
     with torch.no_grad():  # all ranks are where they were
         assert engine.reduce(1.0) == 1
     engine.destroy()
