@@ -120,12 +120,6 @@ def forms(file: File, grid: Grid, refused: Collection[str]) -> Iterator[str]:
         )
     if file.zero.reduce == "tree" and file.expert_parallel.enabled and (size := grid.size("ep")) > 1:
         yield f"zero.reduce: got 'tree' with ep {size}, and gradients of experts have another order of sums; use 'auto'"
-    cut = {axis: size for axis in ("pp", "tp", "cp", "ep") if (size := grid.size(axis)) > 1}
-    if file.zero.shard and (cut or file.zero.reduce == "tree" or file.zero.mean == "tokens"):
-        yield (
-            f"zero.shard: operators are cut over the ranks with samples, on a grid of these alone (got {cut}), whose "
-            "gradients are sums of parts: zero.reduce 'tree' and zero.mean 'tokens' are not for them"
-        )
     if file.tensor_parallel.broadcast_batch and grid.size("pp") > 1:
         yield "tensor_parallel.broadcast_batch: is not there for stages of a pipeline, which read batches themselves"
 

@@ -57,7 +57,8 @@ def layout(x: torch.Tensor) -> str:
 
 
 def strategies_in(model: nn.Module, settings: Config) -> list[tuple[Any, Strategy]]:
-    """What is cut, modules and functions, and how. Raises ValueError for a pattern of the JSON that names no module."""
+    """What is cut, modules and functions, and how. Raises ValueError for a pattern that names no module, and beside
+    other divisions."""
     found, section, left = list[tuple[Any, Strategy]](), settings.zero.shard, {*settings.zero.shard}
     for path, module in model.named_modules():
         own = getattr(module, _STRATEGY, None)
@@ -74,6 +75,12 @@ def strategies_in(model: nn.Module, settings: Config) -> list[tuple[Any, Strateg
                 found.append((value, own._replace(name=f"{path}.{name}".lstrip("."))))
     if left:
         raise ValueError(f"zero.shard: {sorted(left)} name no module; there are {[*dict(model.named_modules())][1:]}")
+    cut = {axis: size for axis in ("pp", "tp", "cp", "ep") if (size := settings.grid.size(axis)) > 1}
+    if found and (cut or settings.zero.reduce == "tree" or settings.zero.mean == "tokens"):
+        raise ValueError(
+            f"zero.shard: operators are cut over the ranks with samples, on a grid of these alone (got {cut}), whose "
+            "gradients are sums of parts: zero.reduce 'tree' and zero.mean 'tokens' are not for them"
+        )
     return found
 
 
