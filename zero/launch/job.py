@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 from zero.launch.args.run import RunRequest
 from zero.launch.hosts import environment as variables
@@ -32,7 +31,7 @@ class Job:
     environment: Mapping[str, str]  # what a node's processes get on top of what its own login gives
     folder: str  # where they run, as the launcher does
     notes: tuple[str, ...] = ()  # what was decided for the user, to be said once
-    secrets: Mapping[str, str] = MappingProxyType({})  # more of the environment, which stands on no command line
+    secrets: Mapping[str, str] = field(default_factory=dict)  # more of the environment, which stands on no command line
 
     def node_words(self, node: str | None) -> list[str]:
         """The program and arguments of the launcher on the host number `node`, with the variables set by `env`.
