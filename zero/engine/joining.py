@@ -31,7 +31,7 @@ from zero.core.comm import local_device
 from zero.core.torch_private import nccl_options
 from zero.core.world import outlast_messages
 from zero.launch.launched import PORT, Launched, launched
-from zero.log import rank_zero
+from zero.log import log_once, rank_zero
 
 # How often this process has met the others where nobody had chosen a port, and the port of the last time. It stands in
 # the environment, as the port does.
@@ -40,6 +40,10 @@ _POLL = 0.02  # seconds between two looks at the file
 _SAME = 10.0  # seconds by which the start of one process may differ in the eyes of two others: clocks are set
 # Started on each host by mpirun of MPICH and Intel MPI; ranks are its children, or have a script between.
 _PROXIES = ("hydra_pmi_proxy", "pmi_proxy")
+_SHARED = (
+    "torchrun's agent keeps the ranks' store when it restarts them, and with it the addresses of ranks that are gone: "
+    "restarts may fail or hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all hosts"
+)
 _ADVICE = "set MASTER_PORT for all ranks to a free port, and they need not tell each other"
 
 
@@ -70,6 +74,8 @@ def init_distributed(
     Raises ValueError when the environment is only half set, and for NCCL without a GPU; RuntimeError when there should
     be a group and is none.
     """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
+        log_once(logging.WARNING, _SHARED)
     if dist.is_initialized():
         _adopt(auto_mpi_discovery)
         return
