@@ -49,8 +49,8 @@ def test_slurm_is_one_launcher_per_node() -> None:
     python, place = shlex.quote(sys.executable), f"--world={WORLD.encode()} --master_addr=n1 --master_port=29500"
     assert command.words == [
         "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n3", "--kill-on-bad-exit=1",
-        "--cpu-bind=none", "--input=none", "--export=ALL", "--partition", "a b",
-        "sh", "-c", f"cd /home/me && exec {python} -u -m zero run --no_ssh {place} --no_env_files -- t.py",
+        "--cpu-bind=none", "--input=0", "--export=ALL", "--partition", "a b",
+        "sh", "-c", f"cd /home/me && exec {python} -u -m zero run --no_ssh --launcher=slurm {place} --stdin --no_env_files -- t.py",
     ]  # fmt: skip
 
 
@@ -198,9 +198,7 @@ def test_dry_run_inside_an_allocation(
     assert lines[:3] == [
         "# n07: ranks 0 to 1 on devices 0,1", "# n08: rank 2 on device 0", "# m5: ranks 3 to 4 on devices 0,1",
     ]  # fmt: skip
-    assert lines[3].startswith(
-        "SLURM_DISABLE_STATUS=1 srun --nodes=3 --ntasks=3 --ntasks-per-node=1 --nodelist=n07,n08,m5 "
-    )
+    assert lines[3].startswith("srun --nodes=3 --ntasks=3 --ntasks-per-node=1 --nodelist=n07,n08,m5 ")
 
 
 def test_a_node_of_srun_knows_its_place(
