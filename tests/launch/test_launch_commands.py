@@ -56,8 +56,8 @@ def test_slurm_is_one_launcher_per_node() -> None:
 
 
 def test_flags_for_the_nodes_go_along() -> None:
-    flags = ["--module", "--max_restarts=3", "--min_nodes=1", "--max_nodes=2", "--shutdown_timeout=9", "--log_dir=-x", "--bind_cores_to_rank",
-             "--bind_core_list=0-3"]  # fmt: skip
+    flags = ["--module", "--max_restarts=3", "--min_nodes=1", "--max_nodes=2", "--shutdown_timeout=9", "--log_dir=-x",
+             "--bind_cores_to_rank", "--bind_core_list=0-3"]  # fmt: skip
     words = job(*flags, "mine", "--", "x").node_words("1")
     there = request(*words[words.index("run") + 1 :])
     asked = request(*flags, "mine", "--", "x")
