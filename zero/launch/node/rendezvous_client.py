@@ -262,7 +262,8 @@ def client(request: RunRequest, plan: NodePlan) -> RendezvousClient:
             f"the hosts have no secret in common: who reaches port {plan.master_port} of this one can end the job; "
             f"--launcher ssh gives them one, or set {SECRET_VARIABLE} on all of them"
         )
-    terms = Terms(plan.world, request.max_restarts, request.min_nodes, job_secret, joins=request.max_nodes is not None)
+    flags = request.elastic
+    terms = Terms(plan.world, flags.max_restarts, flags.min_nodes, job_secret, joins=flags.max_nodes is not None)
     where = (plan.master_addr, plan.master_port)
     server = RendezvousServer(terms, where) if plan.node == 0 else None
     port = request.master_port if alone else None
