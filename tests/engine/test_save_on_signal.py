@@ -33,13 +33,15 @@ def test_all_ranks_save_and_end_and_go_on_with_the_unbroken_bits(stage: int, nam
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder)
     before = signal.getsignal(signal.Signals[name])
-    whole = zero.initialize(model=make_net(), config=settings(stage))[0]
+    whole = zero.initialize(model=make_net(), config=settings(stage, 2))[0]
     train(whole, range(STEPS))
     wanted = whole.module_state_dict()
     whole.destroy()
 
-    engine = zero.initialize(model=make_net(), config=settings(stage))[0]
-    engine.save_on_signal(name, folder[0])
+    engine = zero.initialize(model=make_net(), config=settings(stage, 2))[0]
+    client = {"epoch": 0}
+    engine.save_on_signal(name, folder[0], client_state=client)
+    client["epoch"] = 3
     with pytest.raises(SystemExit) as ended:
         train(engine, range(STEPS), SIGNALLED, signal.Signals[name])
     assert ended.value.code == 75
@@ -47,8 +49,9 @@ def test_all_ranks_save_and_end_and_go_on_with_the_unbroken_bits(stage: int, nam
     engine.destroy()
     assert signal.getsignal(signal.Signals[name]) is before
 
-    later = zero.initialize(model=make_net(), config=settings(stage))[0]
-    path, _ = later.load_checkpoint(folder[0])
+    later = zero.initialize(model=make_net(), config=settings(stage, 2))[0]
+    path, found = later.load_checkpoint(folder[0])
+    assert found == {"epoch": 3}
     assert path.endswith(f"global_step{SIGNALLED + 1}")
     train(later, range(later.global_steps, STEPS))
     found = later.module_state_dict()
@@ -59,7 +62,7 @@ def test_all_ranks_save_and_end_and_go_on_with_the_unbroken_bits(stage: int, nam
 
 @pytest.mark.ranks(2)
 def test_what_is_no_signal_and_threads_that_hear_none() -> None:
-    engine = zero.initialize(model=make_net(), config=settings(1))[0]
+    engine = zero.initialize(model=make_net(), config=settings(1, 2))[0]
     for wrong in ("USR1", "SIGKILL", 0, ["SIGTERM", "SIGSTOP"]):
         with pytest.raises(ValueError, match=r"save_on_signal\(\): "):
             engine.save_on_signal(wrong, "folder")

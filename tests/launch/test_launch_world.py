@@ -208,7 +208,8 @@ def test_files_reach_the_ranks_of_one_machine_and_of_many(alone: Path) -> None:
     assert made.notes == (f"OMP_NUM_THREADS, NCCL_DEBUG, TOKEN from {alone}/.zero_env",)
     there = job_of(asked(hostfile="H"), {"NCCL_DEBUG": "INFO", "UCX_TLS": "x"}, alone)
     assert there is not None and there.notes == made.notes
-    assert there.environment == {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "7", "TOKEN": "secret", "UCX_TLS": "x"}
+    assert there.environment == {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "7", "UCX_TLS": "x"}
+    assert there.secrets == {"TOKEN": "secret"}  # which is on no command line
     # A node gets them on its command line, and reads no file again.
     assert plan(asked(num_gpus=2, no_env_files=True), 0).shared.keys() == {"OMP_NUM_THREADS"}
 

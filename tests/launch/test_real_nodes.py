@@ -52,10 +52,13 @@ def test_the_example_trains_over_hosts_with_the_losses_of_one_host(hosts, tmp_pa
 
 
 def test_ranks_say_their_places_on_the_launchers_stdout_and_one_that_fails_ends_all_with_its_code(hosts, tmp_path):
-    job = Job(hosts, tmp_path, "--log_dir", str(tmp_path / "logs"), slots=(2, 1, 1)).start()
+    job = Job(hosts, tmp_path, "--log_dir", str(tmp_path / "logs"), slots=(2, 1, 1))
+    job.start(MLFLOW_TRACKING_PASSWORD=(password := "correct horse"))
     places = job.started(4)
     assert places == {0: "n1 0 2 4", 1: "n1 1 2 4", 2: "n2 0 1 4", 3: "n3 0 1 4"}
     secret = only_ranks_have_the_secret(hosts, 4)
+    assert {hosts.rank(rank).environment.get("MLFLOW_TRACKING_PASSWORD") for rank in range(4)} == {password}
+    assert not [process for process in hosts.processes() if password in process.words]
     # Nobody can join the rendezvous any more; the store of the ranks will listen where the other hosts have come to.
     listening = hosts.run("ss", "-ltnH", host="n1").stdout.splitlines()
     assert [line.split()[3] for line in listening] == ["10.77.0.1:22"]
@@ -119,6 +122,24 @@ def test_another_host_cut_off_ends_the_job_on_both_sides_but_with_min_nodes_it_g
     end = other.ended()
     assert end.status == 0, end
     assert "n2" in end.err
+
+
+@pytest.mark.long
+def test_a_host_that_was_cut_off_is_reached_again_and_joins_at_the_next_restart(hosts, tmp_path):
+    job = Job(hosts, tmp_path, "--nnodes", "1:2", "--max_restarts", "1", slots=(1, 2)).start()
+    job.started(3)
+    hosts.cut("n2")
+    assert job.started(1, attempt=1) == {0: "n1 0 1 1"}
+    hosts.mend("n2")
+    meets = ("ss", "-tnH", "state", "established", "sport = :29500")
+    until(lambda: "10.77.0.2" in hosts.run(*meets, host="n1").stdout)  # its launcher, which waits
+    job.kill(0)
+    assert job.started(3, attempt=2) == {0: "n1 0 1 3", 1: "n2 0 2 3", 2: "n2 1 2 3"}
+    (job.folder / "finish").touch()
+    end = job.ended()
+    assert end.status == 0, end
+    assert end.says("host n2 is lost", "going on with 1 of 2 hosts") and end.says("host n2 has come", "next restart")
+    assert end.says("rank 0 on host n1 was killed", "restart 1 of 1"), end
 
 
 @pytest.mark.long
