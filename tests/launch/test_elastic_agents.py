@@ -28,6 +28,7 @@ from zero.log import rank_zero
 
 SCRIPT = ROOT / "tests" / "elastic_rank.py"
 KILLED, LOST, JOINED, END = 3, 6, 9, 12  # the steps behind which it happens
+TOLD = "closing signal SIGTERM"  # what an agent says when it ends its rank
 SECONDS = 240  # in which each of them is over, unless something hangs
 
 
@@ -45,7 +46,7 @@ class Agents:
             *[sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=3"],
             *["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._store.port}", "--local-addr=127.0.0.1"],
             *["--rdzv-conf=is_host=0,last_call_timeout=3,keep_alive_interval=1", "--rdzv-id=elastic"],
-            *[str(SCRIPT), str(self.folder), str(END)],
+            *[str(SCRIPT), str(self.folder), *map(str, (END, KILLED, LOST))],
         ]
         with (self.folder / f"said-{name}").open("wb") as said:
             own = environment(OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
@@ -63,15 +64,16 @@ class Agents:
         above = {each.pid for each in psutil.Process(pid).parents()}
         return next(name for name, agent in self.running.items() if agent.pid in above)
 
-    def begun(self, step: int, size: int) -> dict[int, int]:
-        """The process of each rank, once as many as `size` go on behind that step."""
+    def begun(self, step: int, size: int) -> tuple[int, dict[int, int]]:
+        """Where the ranks go on, at that step or after, once there are as many as `size`; the process of each."""
 
-        def found() -> dict[int, int]:
+        def found() -> tuple[int, dict[int, int]]:
             lines = [list(map(int, line.split())) for line in text(self.folder / "begun").splitlines()]
-            return {rank: pid for at, ranks, rank, pid in lines if (at, ranks) == (step, size)}
+            new = [line for line in lines if line[0] >= step and line[1] == size]
+            return max((at for at, *_ in new), default=0), {rank: pid for *_, rank, pid in new}
 
-        assert eventually(lambda: len(found()) == size or self.over(), SECONDS), self.said()
-        assert len(found()) == size, self.said()
+        assert eventually(lambda: len(found()[1]) == size or self.over(), SECONDS), self.said()
+        assert len(found()[1]) == size, self.said()
         return found()
 
     def held(self, step: int) -> None:
@@ -119,28 +121,34 @@ def test_a_killed_rank_a_lost_host_and_one_that_joins(launchers: Launchers, tmp_
             (run.folder / f"hold-{step}").touch()
         for name in "abc":
             run.start(name)
-        ranks = run.begun(0, 3)
+        _, ranks = run.begun(0, 3)
         run.held(KILLED)
         os.kill(ranks[1], signal.SIGKILL)
         run.go_on(KILLED)
-        ranks = run.begun(KILLED, 3)
+        behind, ranks = run.begun(KILLED, 3)
+        assert behind == KILLED
         run.held(LOST)
         run.lose(run.with_rank(ranks[0]))
         run.go_on(LOST)
-        run.begun(LOST, 2)
+        assert run.begun(LOST, 2)[0] == LOST
         run.held(JOINED)
+        before = run.said().count(TOLD)
         run.start("d")
-        run.begun(JOINED, 3)
+        assert eventually(lambda: run.said().count(TOLD) == before + 2, 30), run.said()
         run.go_on(JOINED)
+        joined, _ = run.begun(JOINED, 3)
+        assert joined in (JOINED + 1, JOINED + 2), "nothing was saved when the ranks were told to end"
         assert [agent.wait(SECONDS) for agent in run.running.values()] == [0, 0, 0], run.said()
 
     by_hand = tmp_path / "by hand"
     by_hand.mkdir()
-    for size, end in ((3, KILLED), (3, LOST), (2, JOINED), (3, END)):
+    for size, end in ((3, KILLED), (3, LOST), (2, joined), (3, END)):
         words = ["--num_gpus", str(size), str(SCRIPT), str(by_hand), str(end)]
         done = launchers.run("run", *words, environment=environment(OMP_NUM_THREADS="1"))
         assert done.returncode == 0, done.stdout + done.stderr
-    assert text(run.folder / "losses") == text(by_hand / "losses")
+    # Of the step in which the ranks ended nobody was left to note the loss.
+    lines = [line for line in text(by_hand / "losses").splitlines() if not line.startswith(f"{joined} ")]
+    assert text(run.folder / "losses").splitlines() == lines and len(lines) == END - 1
     assert len(parts(by_hand)) == 9
     assert parts(run.folder) == parts(by_hand)
 
