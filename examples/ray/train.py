@@ -68,7 +68,7 @@ def main(folder: str, steps: int = 40, workers: int = 2) -> None:
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
         ),
     ).fit()
-    print(f"loss {result.metrics['loss']:.4f} at step {result.metrics['step']}, {result.checkpoint.path}")
+    print(result.metrics, result.checkpoint)
 
 
 if __name__ == "__main__":
