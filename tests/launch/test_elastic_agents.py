@@ -114,6 +114,17 @@ def parts(folder: Path) -> dict[str, bytes]:
     return {path.name.split(".")[0]: path.read_bytes() for path in files}
 
 
+def restarted_by_hand(launchers: Launchers, folder: Path, *parts: tuple[int, int]) -> Path:
+    """The folder of a run that so many ranks train to such a step, and then so many others to the next."""
+    by_hand = folder / "by hand"
+    by_hand.mkdir()
+    for size, end in parts:
+        words = ["--num_gpus", str(size), str(SCRIPT), str(by_hand), str(end)]
+        done = launchers.run("run", *words, environment=environment(OMP_NUM_THREADS="1"))
+        assert done.returncode == 0, done.stdout + done.stderr
+    return by_hand
+
+
 @pytest.mark.long
 def test_a_killed_rank_a_lost_host_and_one_that_joins(launchers: Launchers, tmp_path: Path) -> None:
     with agents(tmp_path / "elastic") as run:
@@ -140,16 +151,37 @@ def test_a_killed_rank_a_lost_host_and_one_that_joins(launchers: Launchers, tmp_
         assert joined in (JOINED + 1, JOINED + 2), "nothing was saved when the ranks were told to end"
         assert [agent.wait(SECONDS) for agent in run.running.values()] == [0, 0, 0], run.said()
 
-    by_hand = tmp_path / "by hand"
-    by_hand.mkdir()
-    for size, end in ((3, KILLED), (3, LOST), (2, joined), (3, END)):
-        words = ["--num_gpus", str(size), str(SCRIPT), str(by_hand), str(end)]
-        done = launchers.run("run", *words, environment=environment(OMP_NUM_THREADS="1"))
-        assert done.returncode == 0, done.stdout + done.stderr
+    by_hand = restarted_by_hand(launchers, tmp_path, (3, KILLED), (3, LOST), (2, joined), (3, END))
     # Of the step in which the ranks ended nobody was left to note the loss.
     lines = [line for line in text(by_hand / "losses").splitlines() if not line.startswith(f"{joined} ")]
     assert text(run.folder / "losses").splitlines() == lines and len(lines) == END - 1
     assert len(parts(by_hand)) == 9
+    assert parts(run.folder) == parts(by_hand)
+
+
+@pytest.mark.long
+def test_ranks_of_one_agent_meet_again_as_often_as_they_are_killed(launchers: Launchers, tmp_path: Path) -> None:
+    """Without any variable, and in the store of the agent, where those before have left their addresses."""
+    kills = [3, 5, 7, 9]
+    with agents(tmp_path / "one") as run:
+        for step in kills:
+            (run.folder / f"hold-{step}").touch()
+        words = ["--standalone", "--nproc-per-node=2", f"--max-restarts={len(kills)}", str(SCRIPT), str(run.folder)]
+        with (run.folder / "said-a").open("wb") as said:
+            run.running["a"] = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *words, *map(str, (END, *kills))],
+                env=environment(OMP_NUM_THREADS="1"),
+                stdout=said,
+                stderr=said,
+            )
+        for before, step in zip([0, *kills], kills, strict=False):
+            _, ranks = run.begun(before, 2)
+            run.held(step)
+            os.kill(ranks[step % 4 // 2], signal.SIGKILL)
+            run.go_on(step)
+        assert run.running["a"].wait(SECONDS) == 0, run.said()
+    by_hand = restarted_by_hand(launchers, tmp_path, *((2, step) for step in [*kills, END]))
+    assert len(parts(by_hand)) == 6
     assert parts(run.folder) == parts(by_hand)
 
 
@@ -169,14 +201,16 @@ def test_agents_need_not_have_counted_the_same_restarts(pool: Pool, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("own", "restarts", "warned"), [("True", "3", True), ("True", "0", False), ("False", "3", False)]
+    ("own", "restarts", "hosts", "warned"),
+    [("True", "3", "2", True), ("True", "0", "2", False), ("False", "3", "2", False), ("True", "3", "1", False)],
 )
 def test_a_store_that_outlives_the_ranks_is_warned_of(
-    own: str, restarts: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    own: str, restarts: str, hosts: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("zero.engine.joining.log_once", rank_zero)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", own)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
     with caplog.at_level(logging.WARNING, "zero"):
         zero.init_distributed()
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warned
