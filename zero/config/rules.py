@@ -107,6 +107,35 @@ def means(file: File) -> Iterator[str]:
             yield f"{key}: got 'fp16' with zero.mean 'tokens', whose sums leave its range; use 'bf16' or 'fp32'"
 
 
+def local_sgd(file: File, grid: Grid) -> Iterator[str]:
+    """Rules about replicas that train by themselves for some steps: what needs all ranks at each step is refused."""
+    got, stage = f"local_sgd.sync_every: got {file.local_sgd.sync_every}", file.zero_optimization.stage
+    if file.local_sgd.sync_every == 1:
+        return
+    if stage > 1:
+        yield f"{got} with zero_optimization.stage {stage}; set the stage to 0 or 1, or sync_every to 1"
+    elif stage == 1 and grid.size("dp_replicate") == 1 < grid.size("dp_shard"):
+        yield (
+            f"{got} at stage 1 with state cut over all {grid.world} ranks, which are one replica then; set "
+            f"zero.shard_size to a divisor of {grid.world} below it, or the stage to 0"
+        )
+    zero = file.zero
+    refused = {
+        f"a grid of {grid.factors}": max(map(grid.size, ("pp", "cp", "tp", "ep"))) > 1,
+        "zero.shard": bool(zero.shard),
+        "zero.reduce 'tree'": zero.reduce == "tree",
+        "zero.mean 'tokens'": zero.mean == "tokens",
+        "managed_gradient_accumulation false": not file.managed_gradient_accumulation,
+        "zero_optimization.offload_optimizer": file.zero_optimization.offload_optimizer.device != "none",
+        "zero_optimization.zero_quantized_gradients": file.zero_optimization.zero_quantized_gradients,
+        "zero.check_replicas": zero.check_replicas > 0,
+        "zero.unit_norms": bool(zero.unit_norms),
+        "zero.alarm": bool(zero.alarm.model_fields_set),
+    }
+    if keys := [key for key, given in refused.items() if given]:
+        yield f"{got} with {', '.join(keys)}: replicas that train by themselves do without; leave one of the two out"
+
+
 def forms(file: File, grid: Grid, refused: Collection[str]) -> Iterator[str]:
     """Rules about ranks that have parts of the model only, along axes of which some may be `refused` here."""
     if named := [key for key in given_sizes(file) if KEYS[key] in refused]:

@@ -100,6 +100,15 @@ class TorchAutocast(Section):
     lower_precision_safe_modules: Annotated[Texts | None, NOTHING_TO_SET] = None
 
 
+class LocalSgd(Section):
+    """Replicas that train by themselves between means of their parameters, at stages 0 and 1."""
+
+    sync_every: Positive = 1
+    """Optimizer steps after which the replicas take the mean of their parameters and of the optimizer's moments; no
+    gradient leaves its replica in between. At stage 0 each rank is a replica, at stage 1 each group of zero.shard_size
+    ranks. 1 is plain training, in which each step is of the gradients of all."""
+
+
 class DataTypes(Section):
     """Dtypes that follow from the precision unless they are given here."""
 

@@ -310,8 +310,7 @@ class Unit(ShardedParams):
 
     def counted(self, values: torch.Tensor) -> torch.Tensor:
         """The part of the shard's values [n] that lies in `span`; the other replicas count the rest."""
-        part = values.chunk(self.mesh.replica.size)[self.mesh.replica.rank]
-        return part if self.mesh.counts else part[:0]
+        return self.mesh.counted(values)
 
     @property
     def stays_full(self) -> bool:
@@ -343,7 +342,7 @@ class Unit(ShardedParams):
             param._zero_owner = Owner(self.plan.params[position].name, self, position)
         if trained:
             shapes = [param.shape for param in self.params]
-            how = self.mesh, gradient_dtypes, device, TAGS * self.number + 1, self.shard.placement
+            how = self.mesh.summed, gradient_dtypes, device, TAGS * self.number + 1, self.shard.placement
             self.gradients = Gradients(self.plan, shapes, *how)
         if not self.resharded:
             self.buffer.note_references()

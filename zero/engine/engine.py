@@ -33,12 +33,13 @@ from zero.engine.getters import DeepSpeedGetters
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.pipeline import Pipeline
 from zero.engine.recorder import StepRecorder
+from zero.engine.replica_means import ReplicaMeans
 from zero.engine.state_offload import StateOffload
 from zero.engine.status import Status
 from zero.engine.step import Forms, TrainingStep
 from zero.engine.weight_updates import WeightUpdates
 from zero.engine.weights import Weights
-from zero.log import log_once
+from zero.log import counted, log_once, rank_zero
 from zero.monitor.monitor import Monitor
 from zero.optim.optimizer import ZeroOptimizer
 from zero.parallel.pipeline.build import Pipelined
@@ -103,11 +104,12 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._accumulation = Accumulation(config, sharded, optimizer, status, forms.alike)
         self._saving = CheckpointSaver(self, config, sharded)
         self._loading = CheckpointLoader(self, sharded, optimizer, self._saving)
-        self._weights = Weights(config, sharded, status, device)
+        means = ReplicaMeans(config, sharded, optimizer)
+        self._weights = Weights(config, sharded, status, device, means)
         self._metrics = Metrics(data, device)
         self._offload = StateOffload(sharded, optimizer)
         self._compiler = BlockCompiler(sharded, status)
-        parts = recomputing, self._accumulation, self._saving, status, forms
+        parts = recomputing, self._accumulation, self._saving, status, forms, means
         self._training = TrainingStep(sharded, optimizer, device, *parts)
         if pipelined is not None:
             parts = self._training, self._accumulation, sharded, status, data
@@ -155,6 +157,8 @@ class Engine(DeepSpeedGetters, nn.Module):
 
     offload_states = _method_of("_offload", StateOffload.offload_states)
     reload_states = _method_of("_offload", StateOffload.reload_states)
+
+    average_replicas = _method_of("_means", ReplicaMeans.average_replicas)
 
     compile = _method_of("_compiler", BlockCompiler.compile)
 
@@ -288,6 +292,9 @@ class Engine(DeepSpeedGetters, nn.Module):
             return
         saving, sharded, optimizer = self._saving, self._sharded, self.optimizer
         saving.join()
+        if steps := self._means.apart:
+            text = "destroy(): local SGD leaves each rank the weights of its replica, %s after the last mean"
+            rank_zero(logging.WARNING, f"{text}; engine.average_replicas() before it takes one", counted(steps, "step"))
         try:
             if optimizer is not None:
                 optimizer.finish()
@@ -340,6 +347,10 @@ class Engine(DeepSpeedGetters, nn.Module):
     @property
     def _config(self) -> Config:
         return self._accumulation.config
+
+    @property
+    def _means(self) -> ReplicaMeans:
+        return self._training.means
 
     @property
     def _updates(self) -> WeightUpdates:

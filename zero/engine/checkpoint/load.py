@@ -179,6 +179,7 @@ class CheckpointLoader:
             "call destroy()"
         )
         sharded.recover()
+        self._engine._means.bring_together("a load")  # of what it does not bring there is one, too
         self._engine.zero_grad()
         self._engine._accumulation.restart()
         for unit in sharded.units:
