@@ -122,7 +122,7 @@ def test_replicas_have_the_bits_of_engines_that_train_alone_and_then_those_of_th
             norms[rank] += alone[rank // shards][0].norms
     for rank, found in enumerate(pool.run(world, train, ours, 0, 2 * every)):
         same(found, start)
-        # Of two shards: an engine of four ranks pads units for other ends of them, so its squares add up in another order.
+        # Four ranks pad units otherwise than two, so that shards end elsewhere, and squares add up in another order.
         assert found.norms == (norms[rank] if shards == 1 else pytest.approx(norms[rank], rel=2**-50, abs=0)), rank
     # One step on they are apart again.
     apart = pool.run(world, train, ours, 0, 2 * every + 1)
@@ -279,15 +279,9 @@ def test_an_optimizer_s_single_numbers_and_rows_are_averaged_too() -> None:
     engine = zero.initialize(model=make_net(), config=settings({"local_sgd": {"sync_every": 3}}, 2, optimizer=muon))[0]
     for number in range(3):
         engine.backward(engine(*batch(1000 * dist.get_rank() + number, 2)))
-        before = {name: rows.clone() for name, rows in engine.optimizer.states.by_matrix.items()}
         engine.step()
-    kept = engine.optimizer.states.by_matrix
-    assert kept
-    assert before.keys() == kept.keys()
-    for rows in kept.values():
-        first = rows.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, rows)
+        kept = engine.optimizer.states.by_matrix
+        assert [differ(rows) for rows in kept.values()] == [number < 2] * 6  # two matrices of each block
     engine.destroy()
 
     json = settings({"local_sgd": {"sync_every": 2}, "zero_allow_untested_optimizer": True}, 2)
