@@ -242,8 +242,7 @@ def test_between_means_replicas_exchange_only_the_numbers_of_a_step(pool: Any, w
         own = set(range(rank // shards * shards, (rank // shards + 1) * shards))
         outside = [[what for what, ranks in step if not {*ranks} <= own] for step in steps]
         assert [set(step) <= BETWEEN for step in outside] == [True, True, False] * 2, outside
-        assert {"reduce", "replica gather"} <= {*outside[2]}
-        assert outside[2].count("replica gather") == 3 * 4  # the values and two moments of each unit
+        assert {*outside[2]} - BETWEEN == {"reduce", "replica gather"}
 
 
 def overflowing() -> tuple[list[Any], list[float | None], bool]:
@@ -317,10 +316,10 @@ class Measured(torch.optim.SGD):
 
 def differ(values: torch.Tensor) -> bool:
     """Whether ranks have other values."""
-    first = values.detach().clone()
-    dist.broadcast(first, 0)
+    own = values.detach().cpu()  # gloo
+    dist.broadcast(first := own.clone(), 0)
     found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, not torch.equal(first, values))
+    dist.all_gather_object(found, not torch.equal(first, own))
     return any(found)
 
 
@@ -334,8 +333,8 @@ def test_what_gives_weights_away_takes_the_mean_first(way: str, tmp_path: Any) -
             engine.backward(engine(*batch(1000 * dist.get_rank() + number, 2)))
             engine.step()
         assert differ(weight)
-        both = [torch.zeros_like(weight), torch.zeros_like(weight)]
-        dist.all_gather(both, weight.detach())
+        own = weight.detach().cpu()
+        dist.all_gather(both := [torch.zeros_like(own), torch.zeros_like(own)], own)
         folder = [str(tmp_path)]
         dist.broadcast_object_list(folder)
         found = getattr(engine, way)(*(folder if way == "save_16bit_model" else ()))
@@ -345,11 +344,11 @@ def test_what_gives_weights_away_takes_the_mean_first(way: str, tmp_path: Any) -
         if way == "module_state_dict":
             assert torch.equal(found["head.weight"], weight)
         early = [text for text in said if "2 steps apart" in text]
-        assert len(early) == (dist.get_rank() == 0 and way != "average_replicas")
+        assert len(early) == (dist.get_rank() == 0)
         engine.backward(engine(*batch(dist.get_rank(), 2)))
         engine.step()
         engine.destroy()
-        assert any("1 step after the last mean" in text for text in said) == (dist.get_rank() == 0)
+        assert any("1 step after a mean" in text for text in said) == (dist.get_rank() == 0)
 
 
 def saved(json: dict[str, Any], steps: int, at: int, folder: str) -> Record:
@@ -382,20 +381,23 @@ def test_a_resumed_run_has_the_bits_of_the_run_that_saved(
 @pytest.mark.parametrize(
     ("json", "said"),
     [
-        ({"stage": 2}, "got 4 with zero_optimization.stage 2; set the stage to 0 or 1, or sync_every to 1"),
-        ({"stage": 3}, "got 4 with zero_optimization.stage 3"),
-        ({"stage": 1}, "which are one replica then; set zero.shard_size to a divisor of 4 below it"),
-        ({"sequence_parallel_size": 2}, "got 4 with a grid of dp_replicate 2 x cp 2"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "got 4 with a grid of dp_replicate 2 x tp 2"),
-        ({"pipeline": {"stages": 2}}, "got 4 with a grid of pp 2 x dp_replicate 2"),
-        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "got 4 with a grid of"),
-        ({"zero": {"reduce": "tree", "check_replicas": 5}}, "with zero.reduce 'tree', zero.check_replicas: replicas"),
-        ({"zero": {"mean": "tokens"}}, "got 4 with zero.mean 'tokens'"),
-        ({"zero": {"alarm": {"loss": 6}, "unit_norms": True}}, "got 4 with zero.unit_norms, zero.alarm"),
-        ({"managed_gradient_accumulation": False}, "got 4 with managed_gradient_accumulation false"),
+        ({"stage": 2}, "zero_optimization.stage 2 (set 0 or 1); keep one"),
+        ({"stage": 3}, "zero_optimization.stage 3"),
+        (
+            {"stage": 1},
+            "stage 1 over all 4 ranks as one replica (set zero.shard_size to a divisor of 4 below it, or the stage",
+        ),
+        ({"sequence_parallel_size": 2}, "a grid of dp_replicate 2 x cp 2"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "a grid of dp_replicate 2 x tp 2"),
+        ({"pipeline": {"stages": 2}}, "a grid of pp 2 x dp_replicate 2"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "a grid of"),
+        ({"zero": {"reduce": "tree", "check_replicas": 5}}, "zero.reduce 'tree', zero.check_replicas; keep one"),
+        ({"zero": {"mean": "tokens"}}, "zero.mean 'tokens'"),
+        ({"zero": {"alarm": {"loss": 6}, "unit_norms": True}}, "zero.unit_norms, zero.alarm"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation false"),
         (
             {"stage": 1, "zero": {"shard_size": 2}, "section": {"offload_optimizer": {"device": "cpu"}}},
-            "got 4 with zero_optimization.offload_optimizer: replicas that train by themselves do without",
+            "zero_optimization.offload_optimizer",
         ),
     ],
 )
@@ -404,6 +406,6 @@ def test_what_cannot_be_is_refused(json: dict[str, Any], said: str) -> None:
     del whole["train_batch_size"]
     with pytest.raises(ConfigError) as error:
         load(whole, 4)
-    assert f"local_sgd.sync_every: {said}" in str(error.value) or said in str(error.value)
+    assert f"local_sgd.sync_every: got 4, and each step of all ranks with {said}" in str(error.value)
     whole["local_sgd"] = {"sync_every": 1}
     load(whole, 4)

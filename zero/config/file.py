@@ -25,7 +25,6 @@ from zero.config.tensor_parallel import TensorParallel
 from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, enabled
 from zero.config.values import Bool, Dtype, NotNegative, Positive, Section, Settings, Steps, absent, choice
 from zero.config.zero_section import ZeroOptimization
-from zero.plan.grid import DATA
 
 _ONLY_DATA = "is not there yet: ranks share out data and sequences only; leave it out"
 _NO_GRAPHS = "engine.compile(compile_kwargs={'mode': 'reduce-overhead'}) makes CUDA graphs, where there are any"
@@ -188,15 +187,10 @@ class Config(File):
         return self.world_size * self.sequence_parallel_size
 
     @property
-    def replicas_apart(self) -> int:
-        """The number of replicas that train by themselves between means; 1 without local SGD."""
-        axes = DATA[:1] if self.zero_optimization.stage else DATA
-        return 1 if self.local_sgd.sync_every == 1 else self.grid.size(*axes)
-
-    @property
     def summed_together(self) -> int:
-        """The number of ranks whose gradients one step sums: `summed`, or those of one replica."""
-        return self.summed // self.replicas_apart
+        """Of these the ranks whose gradients one step sums: all, or with local SGD those of one replica."""
+        replica = self.grid.size("dp_shard") if self.zero_optimization.stage else 1
+        return self.summed if self.local_sgd.sync_every == 1 else replica
 
     @property
     def counted(self) -> bool:

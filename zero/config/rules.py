@@ -109,31 +109,22 @@ def means(file: File) -> Iterator[str]:
 
 def local_sgd(file: File, grid: Grid) -> Iterator[str]:
     """Rules about replicas that train by themselves for some steps: what needs all ranks at each step is refused."""
-    got, stage = f"local_sgd.sync_every: got {file.local_sgd.sync_every}", file.zero_optimization.stage
-    if file.local_sgd.sync_every == 1:
-        return
-    if stage > 1:
-        yield f"{got} with zero_optimization.stage {stage}; set the stage to 0 or 1, or sync_every to 1"
-    elif stage == 1 and grid.size("dp_replicate") == 1 < grid.size("dp_shard"):
-        yield (
-            f"{got} at stage 1 with state cut over all {grid.world} ranks, which are one replica then; set "
-            f"zero.shard_size to a divisor of {grid.world} below it, or the stage to 0"
-        )
-    zero = file.zero
+    zero, section, ranks = file.zero, file.zero_optimization, grid.size("dp_shard")
+    fix = f"set zero.shard_size to a divisor of {ranks} below it, or the stage to 0"
     refused = {
+        f"zero_optimization.stage {section.stage} (set 0 or 1)": section.stage > 1,
+        f"stage 1 over all {ranks} ranks as one replica ({fix})": section.stage == 1 < ranks == grid.world,
         f"a grid of {grid.factors}": max(map(grid.size, ("pp", "cp", "tp", "ep"))) > 1,
-        "zero.shard": bool(zero.shard),
+        "zero_optimization.offload_optimizer": section.offload_optimizer.device != "none",
+        "zero_optimization.zero_quantized_gradients": section.zero_quantized_gradients,
         "zero.reduce 'tree'": zero.reduce == "tree",
         "zero.mean 'tokens'": zero.mean == "tokens",
         "managed_gradient_accumulation false": not file.managed_gradient_accumulation,
-        "zero_optimization.offload_optimizer": file.zero_optimization.offload_optimizer.device != "none",
-        "zero_optimization.zero_quantized_gradients": file.zero_optimization.zero_quantized_gradients,
-        "zero.check_replicas": zero.check_replicas > 0,
-        "zero.unit_norms": bool(zero.unit_norms),
-        "zero.alarm": bool(zero.alarm.model_fields_set),
+        **{f"zero.{key}": getattr(zero, key) for key in ("shard", "check_replicas", "unit_norms")},
+        "zero.alarm": zero.alarm.model_fields_set,
     }
-    if keys := [key for key, given in refused.items() if given]:
-        yield f"{got} with {', '.join(keys)}: replicas that train by themselves do without; leave one of the two out"
+    if file.local_sgd.sync_every > 1 and (keys := ", ".join(key for key, given in refused.items() if given)):
+        yield f"local_sgd.sync_every: got {file.local_sgd.sync_every}, and each step of all ranks with {keys}; keep one"
 
 
 def forms(file: File, grid: Grid, refused: Collection[str]) -> Iterator[str]:

@@ -104,9 +104,8 @@ class LocalSgd(Section):
     """Replicas that train by themselves between means of their parameters, at stages 0 and 1."""
 
     sync_every: Positive = 1
-    """Optimizer steps after which the replicas take the mean of their parameters and of the optimizer's moments; no
-    gradient leaves its replica in between. At stage 0 each rank is a replica, at stage 1 each group of zero.shard_size
-    ranks. 1 is plain training, in which each step is of the gradients of all."""
+    """Steps after which replicas take the mean of their parameters and of the optimizer's moments; no gradient leaves
+    its replica before: a rank at stage 0, zero.shard_size ranks at stage 1. 1 is plain training."""
 
 
 class DataTypes(Section):

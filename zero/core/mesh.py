@@ -7,7 +7,6 @@ and all other code asks the unit for it. What concerns all ranks together is the
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -61,18 +60,13 @@ class Mesh:
         """
         return self.shard.rank * self.replica.size + self.replica.rank
 
-    @functools.cached_property
+    @property
     def summed(self) -> Mesh:
         """The mesh that gradients are summed over, and norms are of: this one, or that of the own replica."""
         if not self.local:
             return self
         order = tuple(map(self.world.ranks.index, self.shard.ranks))
-        return replace(self, replica=self.world.point(), data=self.shard, order=order, local=False)
-
-    def counted(self, values: torch.Tensor) -> torch.Tensor:
-        """The part of a shard's values [n] that lies in `span`; the other replicas count the rest."""
-        part = values.chunk(self.replica.size)[self.replica.rank]
-        return part if self.counts else part[:0]
+        return replace(self, replica=self.world.point(), data=self.shard, order=order)
 
     def counted_span(self, layout: Layout) -> Span:
         """The span of a unit with this layout that this rank counts and writes; empty where others do for it."""
@@ -115,8 +109,7 @@ class Meshes:
     grid: of all ranks of the world. What is not sharded at all (stage 0) is repeated along the axes that it would be
     sharded along. State of dense units is sharded over the ranks that share a sequence, too;
     secondary_size: ranks of a node for hpZ, a divisor of the world's size; 1 for none;
-    reduce: `zero.reduce`: see `summed_here`;
-    local: see `Mesh`.
+    reduce: `zero.reduce`: see `summed_here`; local: see `Mesh`.
     """
 
     def __init__(
@@ -188,7 +181,7 @@ class Meshes:
             counts = self.grid.ranks(axes.same, self._world.rank)[0] == self._world.rank
             order = self.grid.spans(axes)
             self._made[axes] = Mesh(
-                shard, replica, data, peers, self._world, counts, axes, order, *self._secondary(axes), self.local
+                shard, replica, data, peers, self._world, counts, axes, order, *self._secondary(axes), local=self.local
             )
         return self._made[axes]
 

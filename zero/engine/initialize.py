@@ -212,7 +212,7 @@ def _make_engine(
     world = make_world(zero.timeout, zero.check_order, data.group, same)
     sharded = sharing = None
     try:
-        how = settings.secondary_shard_size, zero.reduce, zero.timeout, settings.replicas_apart > 1
+        how = settings.secondary_shard_size, zero.reduce, zero.timeout, settings.summed_together < settings.summed
         meshes = Meshes(world, settings.grid, sharding, *how)
         with world.watchdog.call(Phase.INITIALIZE):
             _refuse(model, groups, settings, sharding, world)

@@ -106,13 +106,13 @@ class TrainingStep:
         saving: CheckpointSaver,
         status: Status,
         forms: Forms,
-        means: ReplicaMeans,
     ) -> None:
         config = accumulation.config
         every = config.zero.check_replicas
         self.recomputing = recomputing
         self.recorder = StepRecorder(config, sharded, optimizer, status, forms.experts)
-        self.forms, self.means = forms, means
+        self.forms = forms
+        self.means = ReplicaMeans(config, sharded, optimizer)
         self.randomness: Randomness | None = None
         if sharded.numerics.tree or forms.tensors is not None:
             self.randomness = Randomness(sharded.world, device, sharded.meshes.apart)

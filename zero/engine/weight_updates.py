@@ -13,7 +13,6 @@ from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import TAGS, Unit
 from zero.core.values import is_part
-from zero.engine.replica_means import ReplicaMeans
 from zero.engine.status import Status
 from zero.engine.weight_streams import Listed, list_tensors, to_the_end, walk
 from zero.kernels.marks import Changes, WeightUpdate, nbytes, unpack
@@ -28,9 +27,9 @@ _NOTHING, _MARKED, _ALL = 0, 1, 2
 class WeightUpdates:
     """Marks what changes, and gives it to callers."""
 
-    def __init__(self, sharded: ShardedModule, status: Status, track: bool, means: ReplicaMeans) -> None:
+    def __init__(self, sharded: ShardedModule, status: Status, track: bool) -> None:
         self._sharded = sharded
-        self._status, self._means = status, means
+        self._status = status
         self._kept: list[tuple[int, list[Changes]]] = []  # by the step at which they begin; in the last ones is marked
         if track:
             self._begin()
@@ -49,7 +48,6 @@ class WeightUpdates:
         A collective, already before the first item.
         """
         self._status.check()
-        self._means.bring_together("weight_updates()")
         for unit in self._sharded.units:
             _take_writes(unit)
         steps = [step for step, _ in self._kept]

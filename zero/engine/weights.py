@@ -22,7 +22,6 @@ from zero.core.quantized_params import load_quant_state, quant_params
 from zero.core.sharded_module import ShardedModule
 from zero.core.values import cut_out, own_part, write_exact, write_frozen
 from zero.engine.checkpoint.save import TagValidation
-from zero.engine.replica_means import ReplicaMeans
 from zero.engine.status import Status
 from zero.engine.weight_streams import (
     Listed,
@@ -54,16 +53,13 @@ class Weights:
     updates: the weights that changed since a given step.
     """
 
-    def __init__(
-        self, config: Config, sharded: ShardedModule, status: Status, device: torch.device, means: ReplicaMeans
-    ) -> None:
+    def __init__(self, config: Config, sharded: ShardedModule, status: Status, device: torch.device) -> None:
         self._asked = config.zero_optimization.stage3_gather_16bit_weights_on_model_save
         self._validation = TagValidation(config.checkpoint.tag_validation)
-        self.updates = WeightUpdates(sharded, status, config.zero.track_updates, means)
+        self.updates = WeightUpdates(sharded, status, config.zero.track_updates)
         self._sharded = sharded
         self._status = status
         self._device = device
-        self._means = means
 
     def module_state_dict(
         self,
@@ -240,7 +236,6 @@ class Weights:
 
     def _save_prompts(self, save: Callable[..., Any], folder: Path, first: bool) -> None:
         """Have PEFT write prompts: what their encoder computes of its parameters, on all ranks."""
-        self._means.bring_together("save_pretrained()")
         self._all_agree(_problem(lambda: first and folder.mkdir(parents=True, exist_ok=True)), OSError)
         self._all_agree(_problem(lambda: save(folder, is_main_process=first)), OSError)
 
@@ -281,8 +276,7 @@ class Weights:
         return {name: names[name] for name in agree(written, axis)[0]}
 
     def _named_state(self, exclude_frozen_parameters: bool, prefix: str = "") -> dict[str, Any]:
-        """The module's own tensors by the names of its state_dict, cut or not; alike on all replicas."""
-        self._means.bring_together("weights that are given away")
+        """The module's own tensors by the names of its state_dict, cut or not."""
         names = self._sharded.module.state_dict(prefix=prefix, keep_vars=True)
         if not exclude_frozen_parameters:
             return names

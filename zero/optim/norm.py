@@ -84,8 +84,7 @@ def global_norm(sharded: ShardedModule, report: RankReport) -> Norm:
 
     It brings each rank's report to all. Every rank squares its span of each unit in fp64, whether its shard is that
     span or, if gradients are not sharded, the whole; units of one mesh add up first, then spans in order, then meshes.
-    So all stages add the same numbers in the same order. A rank adds 0 for a mesh of which it has no unit. Of replicas
-    that train by themselves each has its own norm.
+    So all stages add the same numbers in the same order. A rank adds 0 for a mesh of which it has no unit.
     """
     units, meshes, device = sharded.trained, sharded.meshes.made, sharded.device
     squares = _row([_squares(unit) for unit in units], device)
@@ -94,9 +93,8 @@ def global_norm(sharded: ShardedModule, report: RankReport) -> Norm:
     sums = [_sum(squares if len(at) == len(units) else _chosen(squares, at)) for at in of_mesh]
     rows = comm.gather_scalars(_row([*sums, bad, *report.numbers], device), sharded.world, read=False)
     total = _sum(torch.stack([_sum(mesh.summed.by_span(rows[:, at])) for at, mesh in enumerate(meshes)]))
-    if sharded.meshes.local:  # a replica's own; where that of any is not finite, all skip the step
-        every = rows[:, : len(sums)].sum()
-        total = total + (every - every)
+    if sharded.meshes.local:  # each replica's own; where that of any is not finite, all skip the step
+        total = total + rows[:, : len(sums)].sum() * 0.0
     # torch's root of an fp64 number may be one ulp off on a CPU.
     root = total.sqrt() if cuda.reads_wait(device) else torch.full_like(total, math.sqrt(total))
     return Norm(root, rows[:, len(sums) - 1 :])
@@ -181,7 +179,7 @@ def _squares(unit: Unit) -> float | torch.Tensor:
     known, mesh = unit.gradients.sum.squares(), unit.mesh.summed
     if known is not None:  # of the whole shard, which every replica has
         return known if mesh.replica.rank == 0 and mesh.counts else 0.0
-    part = mesh.counted(unit.gradients.shard)
+    part = unit.counted(unit.gradients.shard, mesh)
     if not cuda.reads_wait(part.device):
         # The host reads the gradients that it holds for a GPU with all its threads, as in its updates.
         return sum_squares(part, host_threads() if unit.buffer.full.is_cuda else None)
