@@ -117,6 +117,7 @@ def local_sgd(file: File, grid: Grid) -> Iterator[str]:
         f"a grid of {grid.factors}": max(map(grid.size, ("pp", "cp", "tp", "ep"))) > 1,
         "zero_optimization.offload_optimizer": section.offload_optimizer.device != "none",
         "zero_optimization.zero_quantized_gradients": section.zero_quantized_gradients,
+        "optimizer.params.beta2": file.optimizer is not None and file.optimizer.params.get("beta2") is not None,
         "zero.reduce 'tree'": zero.reduce == "tree",
         "zero.mean 'tokens'": zero.mean == "tokens",
         "managed_gradient_accumulation false": not file.managed_gradient_accumulation,

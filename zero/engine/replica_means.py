@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch.nn.functional import pad
 
 from zero.config import Config
 from zero.core import comm
@@ -18,6 +17,7 @@ from zero.core.sharded_module import ShardedModule
 from zero.core.unit import TAGS, Unit
 from zero.log import counted, rank_zero
 from zero.optim.optimizer import ZeroOptimizer
+from zero.plan.layout import Fragment
 
 
 class ReplicaMeans:
@@ -53,17 +53,23 @@ class ReplicaMeans:
             unit.gather()
         for unit in units:
             unit.wait()
-        for rows in getattr(self._optimizer.states, "by_matrix", {}).values():  # NorMuon's
-            rows.copy_(_mean(units[0], rows))
 
     def _average_states(self, unit: Unit) -> None:
-        states, group, kept = self._optimizer.states, self._optimizer.param_groups[unit.plan.group], {}
-        for part in unit.plan.layout.fragments(unit.shard.window):
-            kept = states.kept(unit, group, part)
-            for key, (moment, _) in kept.items():
+        """By as many messages on all ranks, whatever parameters their shards have."""
+        states, group = self._optimizer.states, self._optimizer.param_groups[unit.plan.group]
+        if not states.foreseen and not states.kept(unit, group, Fragment("", 0, 0, 0)):
+            return  # its first step makes it, and all were skipped
+        parts, (wide, numbers) = unit.plan.layout.fragments(unit.shard.window), states.keys(unit, group)
+        for key in wide:
+            whole = torch.zeros(unit.shard.window.numel, device=unit.shard.placement.update_device)
+            for part in parts:
+                whole[part.at : part.at + part.numel] = states.read(unit, group, key, part)
+            whole = _mean(unit, whole)
+            for part in parts:
+                moment = states.kept(unit, group, part)[key].moment
                 if moment.scales is not None or moment.values.is_floating_point():
-                    states.write(unit, group, key, part, _mean(unit, states.read(unit, group, key, part)))
-        for key in states.keys(unit, group)[1] if kept else ():
+                    states.write(unit, group, key, part, whole[part.at : part.at + part.numel])
+        for key in numbers:
             if key != "step" and isinstance(value := states.number(unit, group, key), float):  # what counts stays
                 own = torch.tensor([value], dtype=torch.float64, device=unit.buffer.full.device)
                 values = comm.gather_scalars(own, unit.mesh.replica, "numbers of the optimizer")
@@ -73,10 +79,10 @@ class ReplicaMeans:
 def _mean(unit: Unit, values: torch.Tensor) -> torch.Tensor:
     """The mean over the replicas of a unit, fp32 [n], added in the order of ranks."""
     axis, tag = unit.mesh.replica, TAGS * unit.number + 1
-    inbox = comm.scatter(pad(values, (0, -len(values) % axis.size)), axis, tag)
-    total = values.new_empty(inbox.numel * axis.size)
+    inbox = comm.scatter(values, axis, tag)
+    total = torch.empty_like(values)
     own = total.chunk(axis.size)[axis.rank]
     inbox.sum(own, False)
     own /= axis.size
     comm.gather(total, axis, tag + 1).wait()
-    return total[: len(values)]
+    return total
