@@ -308,11 +308,10 @@ class Unit(ShardedParams):
         """The part of its shard that this rank counts in norms and writes to checkpoints, as a span of the buffer."""
         return self.mesh.counted_span(self.plan.layout)
 
-    def counted(self, values: torch.Tensor, mesh: Mesh | None = None) -> torch.Tensor:
-        """The part of the shard's values [n] that lies in `span`, or that of a `mesh`; others count the rest."""
-        mesh = mesh or self.mesh
-        part = values.chunk(mesh.replica.size)[mesh.replica.rank]
-        return part if mesh.counts else part[:0]
+    def counted(self, values: torch.Tensor) -> torch.Tensor:
+        """The part of the shard's values [n] that lies in `span`; the other replicas count the rest."""
+        part = values.chunk(self.mesh.replica.size)[self.mesh.replica.rank]
+        return part if self.mesh.counts else part[:0]
 
     @property
     def stays_full(self) -> bool:

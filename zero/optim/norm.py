@@ -179,7 +179,7 @@ def _squares(unit: Unit) -> float | torch.Tensor:
     known, mesh = unit.gradients.sum.squares(), unit.mesh.summed
     if known is not None:  # of the whole shard, which every replica has
         return known if mesh.replica.rank == 0 and mesh.counts else 0.0
-    part = unit.counted(unit.gradients.shard, mesh)
+    part = unit.gradients.shard if mesh.local else unit.counted(unit.gradients.shard)
     if not cuda.reads_wait(part.device):
         # The host reads the gradients that it holds for a GPU with all its threads, as in its updates.
         return sum_squares(part, host_threads() if unit.buffer.full.is_cuda else None)
