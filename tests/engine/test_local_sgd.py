@@ -30,7 +30,7 @@ from zero.utils import (
 )
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-BETWEEN = {"gradient norm", "losses"}  # numbers that go to all ranks at each step
+BETWEEN = {"gradient norm", "conditions of the ranks"}  # numbers that go to all ranks at each step
 
 
 class State(NamedTuple):
