@@ -23,7 +23,7 @@ LIMITS = {
     "zero/config": 2610,
     "zero/core": 8230,
     "zero/data": 1060,
-    "zero/engine": 9720,
+    "zero/engine": 9730,
     "zero/examples": 100,
     "zero/kernels": 1890,
     "zero/launch": 4220,
