@@ -74,8 +74,7 @@ def init_distributed(
     Raises ValueError when the environment is only half set, and for NCCL without a GPU; RuntimeError when there should
     be a group and is none.
     """
-    restarted = _kept_by_agent(os.environ) and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0"
-    if restarted and (dist.is_initialized() or not _one_agent(os.environ)):
+    if _agents(os.environ) > (not dist.is_initialized()) and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
         log_once(logging.WARNING, _SHARED)
     if dist.is_initialized():
         _adopt(auto_mpi_discovery)
@@ -202,7 +201,7 @@ def own_store(environment: Mapping[str, str], timeout: timedelta) -> dist.TCPSto
     It listens at that address alone, as torch's would not. None on other ranks, where the launcher keeps the store, and
     where the address is a name, which other hosts may know by another address.
     """
-    if environment["RANK"] != "0" or _kept_by_agent(environment):
+    if environment["RANK"] != "0" or _agents(environment):
         return None
     # ValueError: a name. OSError: what is wrong there torch will say; or the store of a group before is still there.
     with contextlib.suppress(ValueError, OSError):
@@ -212,24 +211,21 @@ def own_store(environment: Mapping[str, str], timeout: timedelta) -> dist.TCPSto
 
 
 def _store_of_attempt(environment: Mapping[str, str], timeout: timedelta) -> dict[str, Any]:
-    """For `init_process_group`, of an agent of torchrun that keeps the store: a part of it that is this attempt's alone.
+    """Arguments of `init_process_group`: of the store of torchrun's only agent, the part of this attempt alone.
 
-    In the whole of it stand the addresses of ranks that are gone. Several agents have no such part in common, since each
-    counts its restarts.
+    In the whole stand addresses of ranks that are gone. Several agents have no part in common: each counts restarts.
     """
-    if not (_kept_by_agent(environment) and _one_agent(environment)):
+    if _agents(environment) != 1:
         return {}
     store = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timeout=timeout)
     part = dist.PrefixStore(f"attempt {environment['TORCHELASTIC_RESTART_COUNT']}", store)
     return {"store": part, "rank": int(environment["RANK"]), "world_size": int(environment["WORLD_SIZE"])}
 
 
-def _kept_by_agent(environment: Mapping[str, str]) -> bool:
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _one_agent(environment: Mapping[str, str]) -> bool:
-    return environment.get("GROUP_WORLD_SIZE") == "1"
+def _agents(environment: Mapping[str, str]) -> int:
+    """How many agents of torchrun there are, where one keeps the ranks' store through restarts; 0 elsewhere."""
+    kept = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return int(environment.get("GROUP_WORLD_SIZE", "2")) if kept else 0
 
 
 def _store(address: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
