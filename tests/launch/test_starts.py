@@ -121,9 +121,9 @@ def check(found: list[Line], wanted: list[str], total: str = "None") -> None:
 @pytest.mark.long
 def test_torchrun(wanted: list[str]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    found = lines(begin([*torchrun, SCRIPT, "train"]))
+    found = lines(begin([*torchrun, SCRIPT, "again"]))
     # It calls this machine by its name.
-    check([line._replace(who=re.sub(r"\S+$", "127.0.0.1", line.who)) for line in found], wanted)
+    check([line._replace(who=re.sub(r"\S+$", "127.0.0.1", line.who)) for line in found], wanted, total="33333")
 
 
 def test_mpirun_of_open_mpi(wanted: list[str]) -> None:

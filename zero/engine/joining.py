@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import ipaddress
+import itertools
 import json
 import logging
 import os
@@ -40,6 +41,7 @@ _POLL = 0.02  # seconds between two looks at the file
 _SAME = 10.0  # seconds by which the start of one process may differ in the eyes of two others: clocks are set
 # Started on each host by mpirun of MPICH and Intel MPI; ranks are its children, or have a script between.
 _PROXIES = ("hydra_pmi_proxy", "pmi_proxy")
+_GROUPS = itertools.count()  # those of this process in a store of an agent
 _SHARED = (
     "torchrun's agent keeps the ranks' store when it restarts them, and with it the addresses of ranks that are gone: "
     "restarts may fail or hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all hosts"
@@ -166,7 +168,7 @@ def _join(backend: str | None, timeout: timedelta, **explicit: Any) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     kept = None if explicit else own_store(os.environ, timeout)
-    explicit = explicit or _store_of_attempt(os.environ, timeout)
+    explicit = explicit or _store_of_group(os.environ, timeout)
     if "nccl" in backend and device.type == "cuda":
         explicit |= {"device_id": device, "pg_options": nccl_options(timeout)}
     dist.init_process_group(backend, timeout=timeout, **explicit)
@@ -210,15 +212,15 @@ def own_store(environment: Mapping[str, str], timeout: timedelta) -> dist.TCPSto
     return None
 
 
-def _store_of_attempt(environment: Mapping[str, str], timeout: timedelta) -> dict[str, Any]:
-    """Arguments of `init_process_group`: of the store of torchrun's only agent, the part of this attempt alone.
+def _store_of_group(environment: Mapping[str, str], timeout: timedelta) -> dict[str, Any]:
+    """Arguments of `init_process_group`: of the store of torchrun's only agent, a part for this group alone.
 
     In the whole stand addresses of ranks that are gone. Several agents have no part in common: each counts restarts.
     """
     if _agents(environment) != 1:
         return {}
     store = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timeout=timeout)
-    part = dist.PrefixStore(f"attempt {environment['TORCHELASTIC_RESTART_COUNT']}", store)
+    part = dist.PrefixStore(f"group {environment['TORCHELASTIC_RESTART_COUNT']}.{next(_GROUPS)}", store)
     return {"store": part, "rank": int(environment["RANK"]), "world_size": int(environment["WORLD_SIZE"])}
 
 
