@@ -100,8 +100,8 @@ class CheckpointSaver:
         """At a signal to any rank, "SIGUSR1" or several, save to `folder` at the end of the step, and exit all ranks.
 
         status: of the exit; by default 75, after which `zero run` starts no ranks again. What the signals did before
-        they do no more until `destroy()`. Raises ValueError for what is no signal, RuntimeError outside of the main
-        thread.
+        they do no more until `destroy()`; from the save on SIGTERM does nothing any more, by which srun would change
+        the status. Raises ValueError for what is no signal, RuntimeError outside of the main thread.
         """
         self.signals.watch(signals)
         self._at_signal = folder, status
@@ -111,6 +111,7 @@ class CheckpointSaver:
         if self.signals.due:
             folder, status = self._at_signal
             rank_zero(logging.INFO, "a signal has come: saving to %s, and ending with status %d", folder, status)
+            self.signals.leave()
             self.save_checkpoint(folder)
             self.wait_for_checkpoint()
             raise SystemExit(status)

@@ -161,7 +161,7 @@ class Node:
     def _ended(self) -> int:
         """Say what ended the job, where that falls to this host; the exit status."""
         rendezvous = self.rendezvous
-        if self.signals and self.stopped_by is None:
+        if self.signals and self.stopped_by is None and rendezvous.end is None:
             self.stop(self.signals[0])
         if self.stopped_by is None:
             self._say_outcome()
