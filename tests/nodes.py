@@ -6,7 +6,7 @@ import os
 import re
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from launching import Launched, Launchers
@@ -22,7 +22,8 @@ _PATIENCE = 240  # seconds that nothing takes here, unless it hangs
 class Nodes:
     """One launcher per host of `hosts`, such as {"a": 1, "b": 2} for two hosts with 1 and 2 ranks.
 
-    `text` is the script; its first argument is the folder of the test. Used in a with statement, which ends all.
+    `text` is the script; its first argument is the folder of the test, and `arguments` follow. Used in a with
+    statement, which ends all.
     by_ssh: a host that hears its launcher on stdin.
     """
 
@@ -34,6 +35,7 @@ class Nodes:
         text: str,
         *flags: str,
         by_ssh: str | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
         self._launchers = launchers
         self.folder = folder
@@ -41,19 +43,15 @@ class Nodes:
         (folder / "script.py").write_text(textwrap.dedent(text))
         port = free_port()
         self._environment = environment(GLOO_SOCKET_IFNAME="lo", ZERO_SECRET="of the test")
-        self.processes = {
-            name: self._start(
-                *["--no_ssh", f"--node_rank={node}", "-H", str(folder / "hosts"), "--master_addr=127.0.0.1"],
-                *[
-                    f"--master_port={port}",
-                    *(["--stdin"] if name == by_ssh else []),
-                    *flags,
-                    str(folder / "script.py"),
-                    str(folder),
-                ],
-            )
+        place = ["-H", str(folder / "hosts"), "--master_addr=127.0.0.1", f"--master_port={port}"]
+        self._words = {
+            name: [
+                *["--no_ssh", f"--node_rank={node}", *place, *(["--stdin"] if name == by_ssh else []), *flags],
+                *[str(folder / "script.py"), str(folder), *arguments],
+            ]
             for node, name in enumerate(hosts)
         }
+        self.processes = {name: self._start(*words) for name, words in self._words.items()}
         if by_ssh is not None:
             self.processes[by_ssh].stdin.write(b'{"ZERO_SECRET": "of the test"}\n')
         self.out: dict[str, str] = {}
@@ -68,6 +66,11 @@ class Nodes:
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
             process.close()
+
+    def again(self, name: str) -> None:
+        """Start the launcher of a host anew, behind one that was killed."""
+        self.processes[name].close()
+        self.processes[name] = self._start(*self._words[name])
 
     def cut(self, name: str) -> None:
         """Close the stdin of a launcher."""

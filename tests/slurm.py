@@ -11,17 +11,21 @@ import contextlib
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 from nodes import environment, eventually
 from real_nodes import PATH
 
+RANK = str(Path(__file__).parent / "slurm_rank.py")
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "ip", "unshare", "nsenter")
 HUB, NAMES = "hub", ("node1", "node2", "node3")
+_GOES_ON = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
 SECONDS = 120.0  # that no client takes here, unless it hangs
 _APART = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc")
 # What the first process does; $1 is the folder with the files that it puts in place of those in /etc.
@@ -44,14 +48,15 @@ echo up
 trap '' CHLD # processes that lose their parent do not stay as zombies
 exec cat >/dev/null
 """
-# cred_expire: also what a requeued job waits before it begins again. KillWait: from SIGTERM to SIGKILL.
+# cred_expire: also what a requeued job waits before it begins again. KillWait: from SIGTERM to SIGKILL. SlurmdTimeout:
+# until a node that does not answer is down, and its jobs are requeued. All in seconds.
 _CONF = """
 ClusterName=zero{pid}
 SlurmctldHost={hub}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=cred_expire=5
+AuthInfo=cred_expire=3
 CryptoType=crypto/munge
 StateSaveLocation=/run/slurmctld
 SlurmdSpoolDir=/run/slurmd.%n
@@ -71,6 +76,7 @@ SwitchType=switch/none
 ReturnToService=2
 JobRequeue=1
 KillWait=20
+SlurmdTimeout=15
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 NodeName=node1 NodeHostname={hub} Port=17821 CPUs=4 RealMemory=2000
 NodeName=node2 NodeHostname={hub} Port=17822 CPUs=4 RealMemory=2000
@@ -120,23 +126,62 @@ class Slurm:
             self._first.stdout.close()
             self._first = None
 
-    def command(self, *words: str) -> list[str]:
-        """A client's, or any other that is to run there."""
-        return ["nsenter", "--target", str(self._pid), "--net", "--uts", "--mount", "--pid", *words]
+    def command(self, *words: str, folder: Path | None = None) -> list[str]:
+        """A client's, or any other that is to run there, in `folder`."""
+        where = ["--target", str(self._pid), f"--wd={folder or self.folder}"]
+        return ["nsenter", "--net", "--uts", "--mount", "--pid", *where, *words]
 
     def run(
         self, *words: str, folder: Path | None = None, seconds: float = SECONDS, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run it to its end, in `folder`."""
         return subprocess.run(
-            self.command(*words),
+            self.command(*words, folder=folder),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=seconds,
             env=environment(**{"PATH": PATH, "OMP_NUM_THREADS": "1", **variables}),
-            cwd=folder or self.folder,
         )
+
+    def submit(self, folder: Path, text: str, *options: str) -> str:
+        """Submit the batch script `text` from `folder`; the number of the job."""
+        (folder / "job.sh").write_text(text)
+        done = self.run("sbatch", "--parsable", *options, "job.sh", folder=folder)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """What `scontrol show job` says of a job, by its names of it."""
+        said = self.run("scontrol", "--oneliner", "show", "job", number).stdout
+        return dict(word.split("=", 1) for word in said.split() if "=" in word)
+
+    def ended(self, number: str) -> dict[str, str]:
+        """The same, once the job has ended, with whatever status, and waits for nothing any more."""
+        assert eventually(lambda: self.job(number)["JobState"] not in _GOES_ON), (self.job(number), self.logs())
+        return self.job(number)
+
+    def lose(self, node: str) -> None:
+        """Stop all that runs on a node, so that it is there and does not answer, as one that is cut off."""
+        self._each_of(node, signal.SIGSTOP)
+
+    def mend(self, node: str) -> None:
+        """Kill what was stopped there, and start the node again."""
+        self._each_of(node, signal.SIGKILL)
+        done = self.run("slurmd", "-N", node)
+        assert done.returncode == 0, done.stderr
+        idle = ("sinfo", "-h", "-n", node, "-o", "%t")
+        assert eventually(lambda: self.run(*idle).stdout.split() == ["idle"], SECONDS), self.logs()
+
+    def _each_of(self, node: str, number: int) -> None:
+        """Send a signal to the slurmd of a node, to its tasks, and to what of Slurm looks after those."""
+        for process in psutil.Process(self._pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                task = process.environ().get("SLURMD_NODENAME") == node
+                if task or process.cmdline()[:3] == ["slurmd", "-N", node]:
+                    keeper = process.parent()
+                    for each in (process, keeper) if task and keeper.name() == "slurmstepd" else (process,):
+                        each.send_signal(number)
 
     def _begin(self) -> None:
         (self.folder / "etc").mkdir()
@@ -164,6 +209,11 @@ class Slurm:
     def logs(self) -> str:
         """The ends of the daemons' logs."""
         return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log")))
+
+
+def lines(path: Path) -> list[list[str]]:
+    """The words of each line of a file that a rank has written; none where there is no file so far."""
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _plain() -> dict[str, str]:

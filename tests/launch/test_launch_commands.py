@@ -47,20 +47,33 @@ def job(*words: str, environment: dict[str, str] | None = None, folder: str = "/
 def test_slurm_is_one_launcher_per_node() -> None:
     (command,) = backends.commands(job("--launcher", "slurm", "--launcher_args=--partition 'a b'", "t.py"))
     python, place = shlex.quote(sys.executable), f"--world={WORLD.encode()} --master_addr=n1 --master_port=29500"
+    node = f"{python} -u -m zero run --no_ssh --launcher=slurm {place} --stdin --no_env_files -- t.py"
     assert command.words == [
-        "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n3", "--kill-on-bad-exit=1",
+        "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n3", "--kill-on-bad-exit=0",
+        "--wait=60",
         "--cpu-bind=none", "--input=0", "--export=ALL", "--partition", "a b",
-        "sh", "-c", f"cd /home/me && exec {python} -u -m zero run --no_ssh --launcher=slurm {place} --stdin --no_env_files -- t.py",
+        "sh", "-c", f"cd /home/me && exec {node}",
     ]  # fmt: skip
 
 
 def test_flags_for_the_nodes_go_along() -> None:
-    flags = ["--module", "--max_restarts=3", "--min_nodes=1", "--log_dir=-x", "--bind_cores_to_rank",
+    flags = ["--module", "--max_restarts=3", "--min_nodes=1", "--max_nodes=2", "--shutdown_timeout=9", "--log_dir=-x", "--bind_cores_to_rank",
              "--bind_core_list=0-3"]  # fmt: skip
     words = job(*flags, "mine", "--", "x").node_words("1")
     there = request(*words[words.index("run") + 1 :])
     asked = request(*flags, "mine", "--", "x")
-    kept = ("script", "script_args", "module", "no_python", "max_restarts", "min_nodes", "log_dir", "bind_cores")
+    kept = (
+        "script",
+        "script_args",
+        "module",
+        "no_python",
+        "max_restarts",
+        "min_nodes",
+        "max_nodes",
+        "shutdown_timeout",
+        "log_dir",
+        "bind_cores",
+    )
     assert all(getattr(there, name) == getattr(asked, name) for name in (*kept, "bind_core_list"))
     assert (there.script_args, there.log_dir, there.hosts.node_rank) == (("--", "x"), "-x", 1)
     assert (there.master_addr, there.master_port) == ("n1", 29500)

@@ -122,6 +122,41 @@ def test_a_host_whose_connection_to_the_launcher_is_cut_ends_and_the_others_are_
         assert not any(alive(pid) for pid in pids(files))
 
 
+HEARS = """
+signal.signal(signal.SIGUSR1, lambda *_: note(f"{rank}.heard", os.environ["RANK"]))
+def late(*_):
+    time.sleep(5)  # longer than ranks have by default
+    note(f"{rank}.saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, late)
+note(f"{rank}.hears")
+noted("end")
+"""
+
+
+def test_a_signal_of_the_user_goes_to_all_ranks_once_they_hear_and_ends_nothing(launchers, tmp_path):
+    text = BEGIN + "note(f'{rank}.pid', os.getpid())\nnoted('go')\n" + HEARS
+    with Nodes(launchers, tmp_path, {"a": 1, "b": 2}, text, by_ssh="b") as nodes:
+        nodes.files("*.pid", 3)
+        nodes.processes["b"].stdin.write(b'{"kind": "signal", "signal": %d}\n' % signal.SIGUSR1)
+        nodes.processes["b"].stdin.flush()
+        nodes.processes["a"].send_signal(signal.SIGUSR2)  # nobody handles it: it waits
+        assert not eventually(lambda: any(one.poll() is not None for one in nodes.processes.values()), seconds=0.5)
+        (tmp_path / "go").touch()
+        assert [file.read_text() for file in nodes.files("*.heard", 3)] == ["0", "1", "2"]
+        (tmp_path / "end").touch()
+        assert eventually(lambda: all(one.poll() is not None for one in nodes.processes.values()))
+        assert nodes.wait() == [0, 0]
+
+
+def test_ranks_have_the_time_of_shutdown_timeout_to_save(launchers, tmp_path):
+    with Nodes(launchers, tmp_path, {"a": 1, "b": 1}, BEGIN + HEARS, "--shutdown_timeout=60") as nodes:
+        nodes.files("*.hears", 2)
+        nodes.processes["b"].send_signal(signal.SIGTERM)
+        assert nodes.wait() == [143, 143]
+        assert len(nodes.files("*.saved", 2)) == 2
+
+
 def test_ctrl_z_while_the_hosts_are_waited_for_ends_nothing(launchers, tmp_path):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     (tmp_path / "script.py").touch()

@@ -122,6 +122,24 @@ def test_another_host_cut_off_ends_the_job_on_both_sides_but_with_min_nodes_it_g
 
 
 @pytest.mark.long
+def test_a_host_that_was_cut_off_is_reached_again_and_joins_at_the_next_restart(hosts, tmp_path):
+    job = Job(hosts, tmp_path, "--nnodes", "1:2", "--max_restarts", "1", slots=(1, 2)).start()
+    job.started(3)
+    hosts.cut("n2")
+    assert job.started(1, attempt=1) == {0: "n1 0 1 1"}
+    hosts.mend("n2")
+    meets = ("ss", "-tnH", "state", "established", "sport = :29500")
+    until(lambda: "10.77.0.2" in hosts.run(*meets, host="n1").stdout)  # its launcher, which waits
+    job.kill(0)
+    assert job.started(3, attempt=2) == {0: "n1 0 1 3", 1: "n2 0 2 3", 2: "n2 1 2 3"}
+    (job.folder / "finish").touch()
+    end = job.ended()
+    assert end.status == 0, end
+    assert end.says("host n2 is lost", "going on with 1 of 2 hosts") and end.says("host n2 has come", "next restart")
+    assert end.says("rank 0 on host n1 was killed", "restart 1 of 1"), end
+
+
+@pytest.mark.long
 def test_a_signal_for_the_launcher_ends_every_process_on_every_host_and_so_does_its_death(hosts, tmp_path):
     # The ranks of the first two, and a child of each that has left their session, do not want to.
     wanted = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hmac
 
+SHUTDOWN = 4
+"""Seconds that ranks have to end when they are asked to, before SIGKILL."""
 SILENCE = 6
 """Seconds without a heartbeat, after which whoever should give one counts as lost."""
 HEARTBEAT = 1.0

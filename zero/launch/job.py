@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero.launch.args.run import RunRequest
+from zero.launch.contract import SHUTDOWN
 from zero.launch.hosts import environment as variables
 from zero.launch.hosts import hostfile, nodelist, selection
 from zero.launch.hosts.host_world import Host, HostWorld, decode
@@ -48,6 +49,7 @@ class Job:
             "--max_restarts": request.max_restarts or None,
             "--min_nodes": request.min_nodes,
             "--max_nodes": request.max_nodes,
+            "--shutdown_timeout": None if request.shutdown_timeout == SHUTDOWN else request.shutdown_timeout,
             "--log_dir": request.log_dir,
             "--bind_core_list": request.bind_core_list,
         }

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from zero.launch.args.hosts import HostFlags, at_least, filled, port, ranks_of_host
 from zero.launch.args.hosts import add_arguments as add_host_arguments
+from zero.launch.contract import SHUTDOWN
 from zero.launch.hosts import selection
 from zero.launch.hosts.devices import parse_cores
 from zero.launch.launch_messages import LaunchError as LaunchError
@@ -85,6 +86,7 @@ class RunRequest:
     max_nodes: int | None = None
     bind_cores: bool = False
     bind_core_list: str | None = None
+    shutdown_timeout: int = SHUTDOWN
     quiet: bool = False
     as_deepspeed: bool = False
     config: ConfigFlags = field(default_factory=ConfigFlags)
@@ -190,6 +192,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min_nodes", type=at_least(1), metavar="N", help=about)
     about = "as --num_nodes; hosts that are lost or come late join at the next restart"
     parser.add_argument("--max_nodes", type=at_least(1), metavar="N", help=about)
+    about = f"seconds that ranks have from a signal to SIGKILL, to save, say (default: {SHUTDOWN})"
+    same = ("--shutdown_timeout", "--shutdown-timeout")
+    parser.add_argument(*same, type=at_least(1), default=SHUTDOWN, metavar="SECONDS", help=about)
     about = "give each rank cores of its own"
     parser.add_argument("--bind_cores_to_rank", dest="bind_cores", action="store_true", help=about)
     parser.add_argument("--bind_core_list", metavar="1,3-5", help="the cores to give (default: all of the host)")

@@ -30,6 +30,7 @@ class AttemptEnd:
     node: int | None = None  # the host that is to say it; None: nobody, as it is known already
     restart: bool = False
     signal: int = signal.SIGTERM  # what the ranks are asked to end with
+    stopped: bool = False  # by a signal from outside, at which ranks may have more to do than to end
 
 
 def cause(failures: Sequence[Failure]) -> Failure:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zero.launch.args.run import RunRequest
-from zero.launch.contract import LOST, SILENCE
+from zero.launch.contract import LOST, SHUTDOWN, SILENCE
 from zero.launch.launch_messages import LaunchError, say
 from zero.launch.node.attempt_end import signal_name
 from zero.launch.node.launcher_pipe import LauncherPipe, first_of_tasks, take_stdin
@@ -23,7 +23,6 @@ from zero.launch.process.process import Command, Process
 
 _POLL = 0.02
 _ANSWER = 1.5  # seconds for the first host to answer
-_PATIENCE = 3.0  # seconds for the ranks to end when they are asked to; the group kills them one second later
 _GRACE = 2.0  # seconds for what the ranks leave to end; with theirs less than the launcher of several hosts waits
 _LAST_LINES = 2.0  # seconds for what reads our output to take the end of it, where something else ends the job
 # The same for a host that was out of touch for a while before it knew.
@@ -62,6 +61,7 @@ class Node:
         self.signals: list[int] = []
         self.descendants = Descendants(adopt=True)
         self.stopped_by: int | None = None
+        self.shutdown_timeout = request.shutdown_timeout
         self._request = request
         self._plan = plan
         # srun and mpirun hand the launcher's stdin on to one of their processes.
@@ -119,8 +119,7 @@ class Node:
     def _wait(self, ready: Callable[[], object]) -> object:
         """What `ready` returns once that is something; None where a signal or the end of the job comes first."""
         while self.rendezvous.end is None:
-            self.signals[:] = [each for each in self.signals if each not in PASSED]  # there are no ranks to get them
-            if self.signals:
+            if any(each not in PASSED for each in self.signals):  # those are for ranks, which there are not yet
                 break
             if value := ready():
                 return value
@@ -161,8 +160,9 @@ class Node:
     def _ended(self) -> int:
         """Say what ended the job, where that falls to this host; the exit status."""
         rendezvous = self.rendezvous
-        if self.signals and self.stopped_by is None and rendezvous.end is None:
-            self.stop(self.signals[0])
+        ours = [each for each in self.signals if each not in PASSED]
+        if ours and self.stopped_by is None and rendezvous.end is None:
+            self.stop(ours[0])
         if self.stopped_by is None:
             self._say_outcome()
             return rendezvous.outcome.status
@@ -219,8 +219,12 @@ class RankGroup(ProcessGroup):
 
     @property
     def patience(self) -> float:
-        """Seconds between asking the ranks to end and ending them."""
-        return _PATIENCE_CUT_OFF if self._node.cut_off or self.stopped_by == signal.SIGHUP else _PATIENCE
+        """Seconds between asking the ranks to end and ending them, which the group does in a second more."""
+        if self._node.cut_off or self.stopped_by == signal.SIGHUP:
+            return _PATIENCE_CUT_OFF
+        end = self._rendezvous.outcome
+        stopped = self.stopped_by is not None or (end is not None and end.stopped)
+        return (self._node.shutdown_timeout if stopped else SHUTDOWN) - 1
 
     def received(self, process: Process, is_stderr: bool, lines: bytes) -> None:
         """Hand it on, line by line. A progress bar's line ends here: another rank's may be the next on the screen."""

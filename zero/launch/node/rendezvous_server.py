@@ -127,7 +127,7 @@ class RendezvousServer:
                 self._tell("signal", number=message["signal"])
             elif kind == "end":
                 says = node if message["text"] else None
-                self._end(AttemptEnd(message["text"], message["status"], says, signal=message["signal"]))
+                self._end(AttemptEnd(message["text"], message["status"], says, signal=message["signal"], stopped=True))
             elif self._final or message.get("attempt") != self._attempt.number:
                 return  # a heartbeat; or it has not yet heard how the job, or that attempt, ended
             elif kind == "ready":

@@ -77,7 +77,7 @@ class ProcessGroup:
 
     SIGINT, SIGTERM, SIGHUP and SIGQUIT ask all processes to end; those that have not after `patience` seconds are
     ended, and a second signal makes that sooner. A signal that was ignored before stays so, as under nohup. SIGUSR1 and
-    SIGUSR2 are passed on.
+    SIGUSR2 are passed on, to each process once it takes them.
 
     outputs: where lines of the processes and our own go; more is read only when its reader keeps up.
     signals: where `caught` notes them, if the caller has called that already.
@@ -102,6 +102,7 @@ class ProcessGroup:
         self._running: list[Process] = []
         self._signals = [] if signals is None else signals
         self._agenda: list[tuple[float, Callable[[], None]]] = []
+        self._due: list[tuple[Process, int]] = []
         self._catches = signals is None
         self._sweeps = descendants is None
         self._descendants = descendants
@@ -188,8 +189,7 @@ class ProcessGroup:
 
     def pass_on(self, number: int) -> None:
         """A signal that is for the processes alone, and not for what they have started."""
-        for process in self._running:
-            process.tell_signal(number)
+        self._due += [(process, number) for process in self._running]
 
     def suspend(self) -> None:
         """The terminal's Ctrl-Z."""
@@ -231,6 +231,7 @@ class ProcessGroup:
             if process.silent:
                 self._close(process, stream)
         self.stopped()
+        self._due = [(one, number) for one, number in self._due if one.status is None and not one.take_signal(number)]
         self.tick()
         while self._agenda and self._agenda[0][0] <= time.monotonic():
             self._agenda.pop(0)[1]()

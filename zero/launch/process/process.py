@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
@@ -20,6 +21,7 @@ _CHUNK = 1 << 16
 _AT_ONCE = 64  # chunks of a stream that are read when its process has ended
 _OPEN = 1.0  # seconds that a pipe may be silent and still open after its process has ended
 _TAIL = 4096  # bytes within which the last line is looked for
+_TAKEN = re.compile(r"Sig(?:Cgt|Ign):\s*(\w+)")  # sets of signals, a bit each
 _TORCH_LOG = re.compile(rb"(\[rank\d+\]:)?\[?[IWE]\d{4} ")  # it goes on after the exception that ended a rank
 
 
@@ -126,9 +128,14 @@ class Process:
         """Ask it to end what it runs, as the signal `number` would."""
         self.close_stdin()
 
-    def tell_signal(self, number: int) -> None:
-        """Pass a signal on that ends nothing by itself."""
+    def take_signal(self, number: int) -> bool:
+        """Pass a signal on, if the process handles or ignores it: one that still begins would be ended by it."""
+        with contextlib.suppress(OSError):  # no Linux
+            masks = _TAKEN.findall(Path(f"/proc/{self.pid}/status").read_text())
+            if not any(int(mask, 16) >> (number - 1) & 1 for mask in masks):
+                return False
         self._send(number)
+        return True
 
     def close(self) -> None:
         """End it, politely."""

@@ -11,7 +11,7 @@ from secrets import token_hex
 from typing import Any
 
 from zero.launch import backends
-from zero.launch.contract import CLOSED_PIPE, HEARTBEAT, NO_CONNECTION, SECRET_VARIABLE
+from zero.launch.contract import CLOSED_PIPE, HEARTBEAT, NO_CONNECTION, SECRET_VARIABLE, SHUTDOWN
 from zero.launch.job import Job
 from zero.launch.launch_messages import LaunchError
 from zero.launch.process.group import Descendants, ProcessGroup
@@ -48,6 +48,7 @@ def run(job: Job) -> int:
     # wants it to: a connection that other commands share.
     descendants = None if launcher == "ssh" else Descendants(adopt=True)
     group = NodeGroup(processes, descendants, job.request.max_nodes is not None)
+    group.patience += job.request.shutdown_timeout - SHUTDOWN
     group.run()
     if descendants is not None and group.status:
         descendants.end(_GRACE)
@@ -66,10 +67,6 @@ class LauncherProcess(Process):
     def tell(self, **message: Any) -> None:
         """Send the node a message of the launcher."""
         self.write(json.dumps(message).encode() + b"\n")
-
-    def tell_signal(self, number: int) -> None:
-        """Have all ranks get it."""
-        self.tell(kind="signal", signal=number)
 
     def ask(self, number: int) -> None:
         """Ask it to end the job, as the signal `number` would: the first host does, others before they reach that."""
@@ -157,7 +154,7 @@ class NodeGroup(ProcessGroup):
 
     def pass_on(self, number: int) -> None:
         """By the first host, to the ranks of all."""
-        self.processes[0].tell_signal(number)
+        self.processes[0].tell(kind="signal", signal=number)
 
     def tick(self) -> None:
         """The first host hears from us; a signal, or a reader that is gone, ends the job."""
