@@ -134,14 +134,15 @@ class Slurm:
     def run(
         self, *words: str, folder: Path | None = None, seconds: float = SECONDS, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run it to its end, in `folder`."""
+        """Run it to its end, in `folder`; `python` is this one."""
+        path = os.pathsep.join([str(Path(sys.executable).parent), PATH])
         return subprocess.run(
             self.command(*words, folder=folder),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=seconds,
-            env=environment(**{"PATH": PATH, "OMP_NUM_THREADS": "1", **variables}),
+            env=environment(**{"PATH": path, "OMP_NUM_THREADS": "1", **variables}),
         )
 
     def submit(self, folder: Path, text: str, *options: str) -> str:
@@ -160,6 +161,12 @@ class Slurm:
         """The same, once the job has ended, with whatever status, and waits for nothing any more."""
         assert eventually(lambda: self.job(number)["JobState"] not in _GOES_ON), (self.job(number), self.logs())
         return self.job(number)
+
+    def requeue(self, number: str) -> None:
+        """Requeue a job that runs, and have it begin again at once, in place of in two minutes."""
+        assert self.run("scontrol", "requeue", number).returncode == 0
+        assert eventually(lambda: self.job(number)["Reason"] == "BeginTime"), self.job(number)
+        assert self.run("scontrol", "update", f"jobid={number}", "StartTime=now").returncode == 0
 
     def lose(self, node: str) -> None:
         """Stop all that runs on a node, so that it is there and does not answer, as one that is cut off."""
