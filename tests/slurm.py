@@ -25,7 +25,7 @@ from real_nodes import PATH
 RANK = str(Path(__file__).parent / "slurm_rank.py")
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "ip", "unshare", "nsenter")
 HUB, NAMES = "hub", ("node1", "node2", "node3")
-_GOES_ON = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 SECONDS = 120.0  # that no client takes here, unless it hangs
 _APART = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc")
 # What the first process does; $1 is the folder with the files that it puts in place of those in /etc.
@@ -48,7 +48,7 @@ echo up
 trap '' CHLD # processes that lose their parent do not stay as zombies
 exec cat >/dev/null
 """
-# cred_expire: also what a requeued job waits before it begins again. KillWait: from SIGTERM to SIGKILL. SlurmdTimeout:
+# cred_expire: also what a requeued job waits before it begins again; 5 is the least. KillWait: from SIGTERM to SIGKILL. SlurmdTimeout:
 # until a node that does not answer is down, and its jobs are requeued. All in seconds.
 _CONF = """
 ClusterName=zero{pid}
@@ -56,7 +56,7 @@ SlurmctldHost={hub}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=cred_expire=3
+AuthInfo=cred_expire=5
 CryptoType=crypto/munge
 StateSaveLocation=/run/slurmctld
 SlurmdSpoolDir=/run/slurmd.%n
@@ -159,14 +159,14 @@ class Slurm:
 
     def ended(self, number: str) -> dict[str, str]:
         """The same, once the job has ended, with whatever status, and waits for nothing any more."""
-        assert eventually(lambda: self.job(number)["JobState"] not in _GOES_ON), (self.job(number), self.logs())
-        return self.job(number)
 
-    def requeue(self, number: str) -> None:
-        """Requeue a job that runs, and have it begin again at once, in place of in two minutes."""
-        assert self.run("scontrol", "requeue", number).returncode == 0
-        assert eventually(lambda: self.job(number)["Reason"] == "BeginTime"), self.job(number)
-        assert self.run("scontrol", "update", f"jobid={number}", "StartTime=now").returncode == 0
+        def found() -> dict[str, str] | None:
+            job = self.job(number)
+            return job if job["JobState"] in _OVER else None
+
+        job = eventually(found)
+        assert job, (self.job(number), self.logs())
+        return job
 
     def lose(self, node: str) -> None:
         """Stop all that runs on a node, so that it is there and does not answer, as one that is cut off."""
