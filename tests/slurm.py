@@ -25,7 +25,7 @@ from real_nodes import PATH
 RANK = str(Path(__file__).parent / "slurm_rank.py")
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "ip", "unshare", "nsenter")
 HUB, NAMES = "hub", ("node1", "node2", "node3")
-_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 SECONDS = 120.0  # that no client takes here, unless it hangs
 _APART = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc")
 # What the first process does; $1 is the folder with the files that it puts in place of those in /etc.
@@ -162,7 +162,7 @@ class Slurm:
 
         def found() -> dict[str, str] | None:
             job = self.job(number)
-            return job if job["JobState"] in _OVER else None
+            return job if job["JobState"] in OVER else None
 
         job = eventually(found)
         assert job, (self.job(number), self.logs())

@@ -8,12 +8,13 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from nodes import environment, eventually
 from pages import ROOT, files
-from slurm import RANK, Slurm, lines
+from slurm import OVER, RANK, Slurm, lines
 
 pytestmark = pytest.mark.long
 
@@ -56,14 +57,16 @@ def trained(slurm: Slurm, job: str, folder: Path, state: str = "COMPLETED") -> d
     return end
 
 
-def begun(folder: Path, times: int = 1) -> None:
-    """Return once both ranks have begun to train for so many times."""
-    assert eventually(lambda: len(lines(folder / "begun")) >= 2 * times), said(folder)
+def until(ready: Callable[[], bool], slurm: Slurm, job: str, folder: Path) -> None:
+    """Return once it is so, of a job that has not failed."""
+    assert eventually(lambda: ready() or slurm.job(job)["JobState"] in OVER, 120) and ready(), (
+        slurm.job(job), said(folder), slurm.logs()
+    )  # fmt: skip
 
 
-def reached(folder: Path, step: int) -> None:
+def reached(slurm: Slurm, job: str, folder: Path, step: int) -> None:
     """Return once a step is through."""
-    assert eventually(lambda: len(lines(folder / "losses")) >= step), said(folder)
+    until(lambda: len(lines(folder / "losses")) >= step, slurm, job, folder)
 
 
 def each_step_once(folder: Path, whole: Path) -> None:
@@ -102,7 +105,7 @@ def test_a_heterogeneous_job(slurm: Slurm, whole: Path, tmp_path: Path) -> None:
 @STARTS
 def test_a_requeue_in_the_middle(slurm: Slurm, whole: Path, tmp_path: Path, start: str) -> None:
     job = slurm.submit(tmp_path, script(f"{start} {RANK} . {STEPS} 0.05 '' 4"), *SAVES.split())
-    reached(tmp_path, 10)
+    reached(slurm, job, tmp_path, 10)
     assert slurm.run("scontrol", "requeue", job).returncode == 0
     assert trained(slurm, job, tmp_path)["Restarts"] == "1"
     from_there = int(lines(tmp_path / "begun")[-1][0])
@@ -112,7 +115,7 @@ def test_a_requeue_in_the_middle(slurm: Slurm, whole: Path, tmp_path: Path, star
 
 def test_a_restart_by_the_launcher(slurm: Slurm, whole: Path, tmp_path: Path) -> None:
     job = slurm.submit(tmp_path, script(f"{OURS} --max_restarts 1 {RANK} . {STEPS} 0.05 '' 4"), *SAVES.split())
-    reached(tmp_path, 10)
+    reached(slurm, job, tmp_path, 10)
     pid = next(pid for _, rank, pid, _ in lines(tmp_path / "begun") if rank == "1")
     assert slurm.run("kill", "-KILL", pid).returncode == 0
     assert trained(slurm, job, tmp_path)["Restarts"] == "0"
@@ -128,7 +131,7 @@ def test_ranks_get_sigterm_as_it_is_and_save(
 ) -> None:
     text = script(f"exec {start} {RANK} . {STEPS} 0.05 SIGTERM")
     job = slurm.submit(tmp_path, text, *SAVES.split())
-    reached(tmp_path, 10)
+    reached(slurm, job, tmp_path, 10)
     assert slurm.run(*words.split(), job).returncode == 0
     trained(slurm, job, tmp_path, "CANCELLED" if words == "scancel" else "FAILED")
     assert "a signal has come: saving" in said(tmp_path) and "KeyboardInterrupt" not in said(tmp_path)
@@ -191,12 +194,11 @@ def test_twenty_time_limits_at_random_moments(slurm: Slurm, tmp_path: Path, star
         text = script(f"{OURS} {RANK} . {steps} 0 SIGUSR1", REQUEUE)
         job = slurm.submit(tmp_path, text, *SAVES.split())
     for number in range(1, limits + 1):
-        begun(tmp_path, number)
-        reached(tmp_path, len(lines(tmp_path / "losses")) + draw.randrange(10))
+        until(lambda number=number: len(lines(tmp_path / "begun")) == 2 * number, slurm, job, tmp_path)
+        reached(slurm, job, tmp_path, len(lines(tmp_path / "losses")) + draw.randrange(10))
         eventually(lambda: False, 0.05 * draw.random())
         assert slurm.run("scancel", "--signal=USR1", job).returncode == 0
-        assert eventually(lambda number=number: slurm.job(job)["Restarts"] == str(number)), said(tmp_path)
-        slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")  # in place of in 6 seconds
+        until(lambda number=number: slurm.job(job)["Restarts"] == str(number), slurm, job, tmp_path)
     trained(slurm, job, tmp_path)
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -209,7 +211,7 @@ def test_twenty_time_limits_at_random_moments(slurm: Slurm, tmp_path: Path, star
 def test_a_lost_node_and_another_in_its_place(slurm: Slurm, whole: Path, tmp_path: Path) -> None:
     """A node stops to answer; Slurm has it down, and requeues the job, which then has the third one."""
     job = slurm.submit(tmp_path, script(f"{SRUN} {RANK} . {STEPS} 0.25 '' 5"), *SAVES.split())
-    reached(tmp_path, random.SystemRandom().randrange(6, 15))
+    reached(slurm, job, tmp_path, random.SystemRandom().randrange(6, 15))
     slurm.lose("node2")
     try:
         assert trained(slurm, job, tmp_path)["Restarts"] == "1"
