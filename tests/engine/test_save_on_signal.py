@@ -39,7 +39,9 @@ def test_all_ranks_save_and_end_and_go_on_with_the_unbroken_bits(stage: int, nam
     whole.destroy()
 
     engine = zero.initialize(model=make_net(), config=settings(stage, 2))[0]
-    engine.save_on_signal(name, folder[0])
+    client = {"epoch": 0}
+    engine.save_on_signal(name, folder[0], client_state=client)
+    client["epoch"] = 3
     with pytest.raises(SystemExit) as ended:
         train(engine, range(STEPS), SIGNALLED, signal.Signals[name])
     assert ended.value.code == 75
@@ -48,7 +50,8 @@ def test_all_ranks_save_and_end_and_go_on_with_the_unbroken_bits(stage: int, nam
     assert signal.getsignal(signal.Signals[name]) is before
 
     later = zero.initialize(model=make_net(), config=settings(stage, 2))[0]
-    path, _ = later.load_checkpoint(folder[0])
+    path, found = later.load_checkpoint(folder[0])
+    assert found == {"epoch": 3}
     assert path.endswith(f"global_step{SIGNALLED + 1}")
     train(later, range(later.global_steps, STEPS))
     found = later.module_state_dict()

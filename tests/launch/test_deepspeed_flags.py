@@ -49,7 +49,7 @@ REFUSED = [
     ("--autotuning tune", "`zero tune script.py` finds a configuration"),
     ("--elastic_training", "--max_restarts N restarts the ranks"),
     ("--min_elastic_nodes 1", "--min_nodes M"),
-    ("--max_elastic_nodes 4", "--num_nodes says how many there are at most"),
+    ("--max_elastic_nodes 4", "--max_nodes N"),
     ("--launcher impi", "the mpirun of Intel MPI is --launcher mpich"),
     ("--launcher mvapich", "the mpirun of MVAPICH is --launcher mpich"),
 ]

@@ -56,23 +56,12 @@ def test_slurm_is_one_launcher_per_node() -> None:
 
 
 def test_flags_for_the_nodes_go_along() -> None:
-    flags = ["--module", "--max_restarts=3", "--min_nodes=1", "--max_nodes=2", "--shutdown_timeout=9", "--log_dir=-x", "--bind_cores_to_rank",
-             "--bind_core_list=0-3"]  # fmt: skip
+    flags = ["--module", "--max_restarts=3", "--min_nodes=1", "--max_nodes=2", "--shutdown_timeout=9", "--log_dir=-x",
+             "--bind_cores_to_rank", "--bind_core_list=0-3"]  # fmt: skip
     words = job(*flags, "mine", "--", "x").node_words("1")
     there = request(*words[words.index("run") + 1 :])
     asked = request(*flags, "mine", "--", "x")
-    kept = (
-        "script",
-        "script_args",
-        "module",
-        "no_python",
-        "max_restarts",
-        "min_nodes",
-        "max_nodes",
-        "shutdown_timeout",
-        "log_dir",
-        "bind_cores",
-    )
+    kept = ("script", "script_args", "module", "no_python", "elastic", "log_dir", "bind_cores")
     assert all(getattr(there, name) == getattr(asked, name) for name in (*kept, "bind_core_list"))
     assert (there.script_args, there.log_dir, there.hosts.node_rank) == (("--", "x"), "-x", 1)
     assert (there.master_addr, there.master_port) == ("n1", 29500)
@@ -245,6 +234,12 @@ CANNOT = """\
     --min_nodes: openmpi ends all hosts when one is lost; use --launcher ssh
 -H G
     --hostfile: there is no file 'G'; leave it out to run on this machine only
+-H H --num_nodes 2 --max_nodes 3
+    --num_nodes and --max_nodes: give one of them
+-H H --max_nodes 3
+    --max_nodes: give --min_nodes, too, with how many hosts the job goes on
+-H H --nnodes 3:2
+    --min_nodes: got 3, more than the 2 of --max_nodes
 -H H --min_nodes 4
     --min_nodes: got 4, but the job has 3 hosts: n1:0,1, n2:0,1,2,3, n3:0,1,2
 -H H --no_ssh --node_rank 3

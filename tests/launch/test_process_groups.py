@@ -192,12 +192,14 @@ def test_a_program_for_all_hosts_is_interrupted_then_killed(two: Hosts, number: 
     # The second is a process in a session of its own, as the ranks are.
     two.program(
         "srun",
-        "#!/bin/sh\ntrap 'echo handed on' INT\ntrap '' TERM\nsetsid sleep 967 &\necho up\nwhile :; do wait; done",
+        "#!/bin/sh\ntrap '' TERM\nsetsid sleep 967 &\necho up\n"
+        """while read -r line; do case $line in *'"end"'*) echo "handed on: $line";; esac; done; sleep 968""",
     )
     process = two.start("run", "-H", "H", "--launcher", "slurm", "t.py", job_runner__NodeGroup__patience=900)
     read_until(process.stdout, b"up\n")
     process.send_signal(number)
-    read_until(process.stdout, b"handed on\n")
+    handed = read_until(process.stdout, b"}\n")
+    assert handed.startswith(b"handed on: ") and b'"signal": %d}' % number in handed
     process.send_signal(number)  # which shortens the wait
     status, out, err = two.finish(process)
     assert (status, out) == (128 + number, "")

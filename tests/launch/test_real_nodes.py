@@ -52,10 +52,13 @@ def test_the_example_trains_over_hosts_with_the_losses_of_one_host(hosts, tmp_pa
 
 
 def test_ranks_say_their_places_on_the_launchers_stdout_and_one_that_fails_ends_all_with_its_code(hosts, tmp_path):
-    job = Job(hosts, tmp_path, "--log_dir", str(tmp_path / "logs"), slots=(2, 1, 1)).start()
+    job = Job(hosts, tmp_path, "--log_dir", str(tmp_path / "logs"), slots=(2, 1, 1))
+    job.start(MLFLOW_TRACKING_PASSWORD=(password := "correct horse"))
     places = job.started(4)
     assert places == {0: "n1 0 2 4", 1: "n1 1 2 4", 2: "n2 0 1 4", 3: "n3 0 1 4"}
     secret = only_ranks_have_the_secret(hosts, 4)
+    assert {hosts.rank(rank).environment.get("MLFLOW_TRACKING_PASSWORD") for rank in range(4)} == {password}
+    assert not [process for process in hosts.processes() if password in process.words]
     # Nobody can join the rendezvous any more; the store of the ranks will listen where the other hosts have come to.
     listening = hosts.run("ss", "-ltnH", host="n1").stdout.splitlines()
     assert [line.split()[3] for line in listening] == ["10.77.0.1:22"]

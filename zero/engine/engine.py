@@ -191,19 +191,6 @@ class Engine(DeepSpeedGetters, nn.Module):
         """
         return self._accumulation.is_boundary()
 
-    def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed parameters; on a GPU this waits for it."""
-        if self.optimizer is not None:
-            self.optimizer.conclude()
-        return self._status.step_applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the last step's averaged gradient before clipping; None before the first step.
-
-        On a GPU this waits for it.
-        """
-        return self.optimizer.grad_norm if self.optimizer else None
-
     @property
     def monitor(self) -> Monitor:
         """Where values of each step go; `write_events` writes others there, `add` adds a sink of the script's own."""

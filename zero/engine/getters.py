@@ -111,6 +111,19 @@ class DeepSpeedGetters:
         """Log the milliseconds of a forward, as the script has timed them."""
         rank_zero(logging.INFO, "forward: %s ms", fwd_time)
 
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed parameters; on a GPU this waits for it."""
+        if self.optimizer is not None:
+            self.optimizer.conclude()
+        return self._status.step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's averaged gradient before clipping; None before the first step.
+
+        On a GPU this waits for it.
+        """
+        return self.optimizer.grad_norm if self.optimizer else None
+
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()

@@ -46,10 +46,10 @@ class Job:
             "--world": self.world.encode(),
             "--master_addr": self.master_addr,
             "--master_port": self.master_port,
-            "--max_restarts": request.max_restarts or None,
-            "--min_nodes": request.min_nodes,
-            "--max_nodes": request.max_nodes,
-            "--shutdown_timeout": None if request.shutdown_timeout == SHUTDOWN else request.shutdown_timeout,
+            "--max_restarts": request.elastic.max_restarts or None,
+            "--min_nodes": request.elastic.min_nodes,
+            "--max_nodes": request.elastic.max_nodes,
+            "--shutdown_timeout": None if (seconds := request.elastic.shutdown_timeout) == SHUTDOWN else seconds,
             "--log_dir": request.log_dir,
             "--bind_core_list": request.bind_core_list,
         }
@@ -100,11 +100,11 @@ def job_of(request: RunRequest, environment: Mapping[str, str], folder: Path) ->
     chosen = _hosts(request, environment)
     if chosen is None:
         return None
-    hosts, notes = chosen[0][: request.max_nodes], chosen[1]
+    hosts, notes = chosen[0][: request.elastic.max_nodes], chosen[1]
     world = HostWorld(hosts)
     flags = request.hosts
-    if request.min_nodes is not None and request.min_nodes > len(hosts):
-        raise LaunchError(f"--min_nodes: got {request.min_nodes}, but the job has {_hosts_in_words(hosts)}")
+    if request.elastic.min_nodes is not None and request.elastic.min_nodes > len(hosts):
+        raise LaunchError(f"--min_nodes: got {request.elastic.min_nodes}, but the job has {_hosts_in_words(hosts)}")
     if flags.node_rank is not None and flags.node_rank >= len(hosts):
         raise LaunchError(f"--node_rank: got {flags.node_rank}, wanted 0 to {len(hosts) - 1}: {_hosts_in_words(hosts)}")
     loopback = [host.name for host in hosts if host.name in _LOOPBACK]

@@ -94,25 +94,32 @@ class CheckpointSaver:
         self._ended = Beside.NONE
         self._error: Exception | None = None
         self.signals = Signals()
-        self._at_signal: tuple[str | Path, int] = ("", SAVED)
+        self._at_signal: tuple[str | Path, int, Mapping[str, Any] | None] = ("", SAVED, None)
 
-    def save_on_signal(self, signals: str | int | Sequence[str | int], folder: str | Path, status: int = SAVED) -> None:
+    def save_on_signal(
+        self,
+        signals: str | int | Sequence[str | int],
+        folder: str | Path,
+        status: int = SAVED,
+        client_state: Mapping[str, Any] | None = None,
+    ) -> None:
         """At a signal to any rank, "SIGUSR1" or several, save to `folder` at the end of the step, and exit all ranks.
 
-        status: of the exit; by default 75, after which `zero run` starts no ranks again. What the signals did before
-        they do no more until `destroy()`; from the save on SIGTERM does nothing any more, by which srun would change
-        the status. Raises ValueError for what is no signal, RuntimeError outside of the main thread.
+        status: of the exit; by default 75, after which `zero run` starts no ranks again. client_state: as for
+        `save_checkpoint`, with what is in it by then. What the signals did before they do no more until `destroy()`;
+        from the save on SIGTERM does nothing any more, by which srun would change the status. Raises ValueError for
+        what is no signal, RuntimeError outside of the main thread.
         """
         self.signals.watch(signals)
-        self._at_signal = folder, status
+        self._at_signal = folder, status, client_state
 
     def end_at_signal(self) -> None:
         """Behind a step: where a signal has come, save and raise SystemExit."""
         if self.signals.due:
-            folder, status = self._at_signal
+            folder, status, client_state = self._at_signal
             rank_zero(logging.INFO, "a signal has come: saving to %s, and ending with status %d", folder, status)
             self.signals.leave()
-            self.save_checkpoint(folder)
+            self.save_checkpoint(folder, client_state=client_state)
             self.wait_for_checkpoint()
             raise SystemExit(status)
 

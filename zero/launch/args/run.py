@@ -43,7 +43,7 @@ _REFUSED = {
     "--elastic_training": _ELASTIC,
     "--min_elastic_nodes": _ELASTIC,
     **dict.fromkeys(("--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--rdzv_conf"), _MEETING),
-    "--max_elastic_nodes": f"{_ELASTIC}; --num_nodes says how many there are at most",
+    "--max_elastic_nodes": f"{_ELASTIC}, and --max_nodes N on hosts that come later",
 }
 
 
@@ -67,6 +67,27 @@ class ConfigFlags(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ElasticFlags:
+    """How often, and with which hosts, a job goes on, and how long its ranks have to end."""
+
+    max_restarts: int = 0
+    min_nodes: int | None = None
+    max_nodes: int | None = None
+    shutdown_timeout: int = SHUTDOWN
+
+    def check(self, num_nodes: int | None, launcher: str | None) -> None:
+        """Raise `LaunchError` for flags that do not go together."""
+        if self.max_nodes is not None and num_nodes not in (None, self.max_nodes):
+            raise LaunchError("--num_nodes and --max_nodes: give one of them")
+        if self.max_nodes is not None and self.min_nodes is None:
+            raise LaunchError("--max_nodes: give --min_nodes, too, with how many hosts the job goes on")
+        if self.max_nodes is not None and self.min_nodes > self.max_nodes:
+            raise LaunchError(f"--min_nodes: got {self.min_nodes}, more than the {self.max_nodes} of --max_nodes")
+        if self.min_nodes is not None and launcher not in (None, "ssh"):
+            raise LaunchError(f"--min_nodes: {launcher} ends all hosts when one is lost; use --launcher ssh")
+
+
+@dataclass(frozen=True)
 class RunRequest:
     """The arguments of `zero run`."""
 
@@ -78,15 +99,12 @@ class RunRequest:
     master_port: int | None  # None: a free one
     module: bool
     no_python: bool
-    max_restarts: int
     log_dir: str | None
     dry_run: bool
     hosts: HostFlags = field(default_factory=HostFlags)
-    min_nodes: int | None = None
-    max_nodes: int | None = None
+    elastic: ElasticFlags = field(default_factory=ElasticFlags)
     bind_cores: bool = False
     bind_core_list: str | None = None
-    shutdown_timeout: int = SHUTDOWN
     quiet: bool = False
     as_deepspeed: bool = False
     config: ConfigFlags = field(default_factory=ConfigFlags)
@@ -118,12 +136,7 @@ class RunRequest:
         """Raise `LaunchError` for what can be known to be wrong before anything starts."""
         self.hosts.check()
         selection.check(self.hosts.choice(self.num_nodes, self.num_gpus))
-        if self.max_nodes is not None and self.num_nodes not in (None, self.max_nodes):
-            raise LaunchError("--num_nodes and --max_nodes: give one of them")
-        if self.max_nodes is not None and self.min_nodes is None:
-            raise LaunchError("--max_nodes: give --min_nodes, too, with how many hosts the job goes on")
-        if self.min_nodes is not None and self.hosts.launcher != "ssh" and not self.hosts.no_ssh:
-            raise LaunchError(f"--min_nodes: {self.hosts.launcher} ends all hosts when one is lost; use --launcher ssh")
+        self.elastic.check(self.num_nodes, None if self.hosts.no_ssh else self.hosts.launcher)
         if self.bind_core_list is not None:
             if not self.bind_cores:
                 raise LaunchError("--bind_core_list: says which cores --bind_cores_to_rank binds to; give both")
@@ -248,7 +261,7 @@ def request(parsed: argparse.Namespace) -> RunRequest:
     words = parsed.command_line
     script, *script_args = words[1:] if words[0] == "--" else words
     quiet = parsed.quiet or parsed.log_level in _QUIET
-    hosts = filled(HostFlags, parsed)
+    hosts, elastic = filled(HostFlags, parsed), filled(ElasticFlags, parsed)
     config = ConfigFlags(parsed.config, tuple(parsed.sets))
     more = {"script": script, "script_args": tuple(script_args), "hosts": hosts, "quiet": quiet, "config": config}
-    return filled(RunRequest, parsed, **more)
+    return filled(RunRequest, parsed, elastic=elastic, **more)

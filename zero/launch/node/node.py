@@ -61,7 +61,7 @@ class Node:
         self.signals: list[int] = []
         self.descendants = Descendants(adopt=True)
         self.stopped_by: int | None = None
-        self.shutdown_timeout = request.shutdown_timeout
+        self.shutdown_timeout = request.elastic.shutdown_timeout
         self._request = request
         self._plan = plan
         # srun and mpirun hand the launcher's stdin on to one of their processes.

@@ -142,7 +142,8 @@ def _of_world(request: RunRequest, gpus: int) -> _ThisHost:
 
 def _alone(request: RunRequest, gpus: int) -> _ThisHost:
     """For a machine that is the only one."""
-    nodes = [("--num_nodes", request.num_nodes), ("--min_nodes", request.min_nodes)]
+    more = request.elastic
+    nodes = [("--num_nodes", request.num_nodes), ("--min_nodes", more.min_nodes), ("--max_nodes", more.max_nodes)]
     for flag, value in nodes:
         if value is not None and value > 1:
             raise LaunchError(f"{flag}: got {value}, but there is this machine only; name others with --hostfile")

@@ -119,7 +119,7 @@ class RendezvousClient:
         """Say that this host could start `attempt`: all processes of the one before are gone."""
         self._attempt = attempt
         self._outcome = None
-        self._send(kind="ready", attempt=attempt)
+        self._send(self.node, kind="ready", attempt=attempt)
 
     def attempt(self) -> Attempt | None:
         """The attempt that this host said to be ready for; None until all hosts are."""
@@ -128,29 +128,26 @@ class RendezvousClient:
 
     def failed(self, failures: Sequence[Failure]) -> None:
         """Say which ranks of this host failed, in the order seen."""
-        self._send(kind="failed", attempt=self._attempt, failures=[asdict(failure) for failure in failures])
+        self._send(self.node, kind="failed", attempt=self._attempt, failures=[asdict(failure) for failure in failures])
 
     def done(self) -> None:
         """Say that all ranks of this host succeeded."""
-        self._send(kind="done", attempt=self._attempt)
+        self._send(self.node, kind="done", attempt=self._attempt)
 
     def stop(self, text: str, status: int, number: int = signal.SIGTERM) -> None:
         """Ask for the end of the whole job, whose ranks are to end as at the signal `number`."""
-        self._send(kind="end", text=text, status=status, signal=number)
+        self._send(self.node, kind="end", text=text, status=status, signal=number)
 
     def leave(self, text: str, status: int) -> None:
         """Say that this host cannot go on; the others do without it where that may be."""
-        self._send(kind="lost", node=self.node, text=text, status=status)
+        self._send(self.node, kind="lost", node=self.node, text=text, status=status)
         self._finish(AttemptEnd(text, status))
 
     def relay(self, message: dict[str, Any]) -> None:
         """Take a message of the launcher that has started the hosts."""
-        if self._server is not None:
-            self._server.handle(None, message)
-        elif self._connection is not None:
-            self._connection.send(**message)
-        elif message["kind"] == "end":  # the first host does not reach this one yet
+        if self._server is None and self._connection is None and message["kind"] == "end":
             self._finish(AttemptEnd(message["text"], message["status"]))
+        self._send(None, **message)
 
     def close(self) -> None:
         """Leave; on the first host, once the others have heard the last word. Nothing is heard after this."""
@@ -162,9 +159,9 @@ class RendezvousClient:
         if self._server is not None:
             self._server.close()
 
-    def _send(self, **message: Any) -> None:
+    def _send(self, node: int | None, /, **message: Any) -> None:
         if self._server is not None:
-            self._server.handle(self.node, message)
+            self._server.handle(node, message)
         elif self._connection is not None:
             self._connection.send(**message)
 
@@ -265,7 +262,8 @@ def client(request: RunRequest, plan: NodePlan) -> RendezvousClient:
             f"the hosts have no secret in common: who reaches port {plan.master_port} of this one can end the job; "
             f"--launcher ssh gives them one, or set {SECRET_VARIABLE} on all of them"
         )
-    terms = Terms(plan.world, request.max_restarts, request.min_nodes, job_secret, joins=request.max_nodes is not None)
+    flags = request.elastic
+    terms = Terms(plan.world, flags.max_restarts, flags.min_nodes, job_secret, joins=flags.max_nodes is not None)
     where = (plan.master_addr, plan.master_port)
     server = RendezvousServer(terms, where) if plan.node == 0 else None
     port = request.master_port if alone else None

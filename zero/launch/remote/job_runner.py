@@ -47,8 +47,8 @@ def run(job: Job) -> int:
     # Whatever mpirun, say, has started on this machine would outlive it. An ssh leaves nothing, unless the user
     # wants it to: a connection that other commands share.
     descendants = None if launcher == "ssh" else Descendants(adopt=True)
-    group = NodeGroup(processes, descendants, job.request.max_nodes is not None)
-    group.patience += job.request.shutdown_timeout - SHUTDOWN
+    group = NodeGroup(processes, descendants, job.request.elastic.max_nodes is not None)
+    group.patience += job.request.elastic.shutdown_timeout - SHUTDOWN
     group.run()
     if descendants is not None and group.status:
         descendants.end(_GRACE)

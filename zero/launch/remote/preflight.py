@@ -84,7 +84,7 @@ def check(job: Job) -> int:
         else:
             texts = problems_of(job, process.status or 0, out, err, here)
         away = process.name in group.late or process.status == NO_CONNECTION
-        if away and process.command.node and job.request.max_nodes is not None:
+        if away and process.command.node and job.request.elastic.max_nodes is not None:
             say(f"host {process.name} {texts[0]}; it may join later")
             continue
         problems += [f"host {process.name}: {text}" for text in texts]
