@@ -14,8 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -48,8 +46,8 @@ echo up
 trap '' CHLD # processes that lose their parent do not stay as zombies
 exec cat >/dev/null
 """
-# cred_expire: also what a requeued job waits before it begins again; 5 is the least. KillWait: from SIGTERM to SIGKILL. SlurmdTimeout:
-# until a node that does not answer is down, and its jobs are requeued. All in seconds.
+# cred_expire: also what a requeued job waits before it begins again; 5 is the least. KillWait: from SIGTERM to SIGKILL.
+# SlurmdTimeout: until a node that does not answer is down, and its jobs are requeued. All in seconds.
 _CONF = """
 ClusterName=zero{pid}
 SlurmctldHost={hub}

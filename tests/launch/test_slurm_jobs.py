@@ -126,9 +126,7 @@ def test_a_restart_by_the_launcher(slurm: Slurm, whole: Path, tmp_path: Path) ->
 
 @STARTS
 @pytest.mark.parametrize("words", ["scancel", "scancel --signal=TERM"])
-def test_ranks_get_sigterm_as_it_is_and_save(
-    slurm: Slurm, whole: Path, tmp_path: Path, start: str, words: str
-) -> None:
+def test_ranks_get_sigterm_as_it_is_and_save(slurm: Slurm, whole: Path, tmp_path: Path, start: str, words: str) -> None:
     text = script(f"exec {start} {RANK} . {STEPS} 0.05 SIGTERM")
     job = slurm.submit(tmp_path, text, *SAVES.split())
     reached(slurm, job, tmp_path, 10)
