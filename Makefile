@@ -2,7 +2,7 @@
 # make test    the same .venv, then ruff and the tests, one case for each promise
 # make test-long   the long ones: hundreds of kills, all pairs of checkpoints, real hosts, restarts
 # make docs    the pages of docs/ and the API reference, into out/docs; needs no network and opens nothing
-# make nodes   the programs that tests over real hosts, under MPI and in a browser run, where they may be installed
+# make nodes   the programs that tests over real hosts, under MPI, Slurm and in a browser run, where they may be installed
 # make suites  what Accelerate, Transformers and DeepSpeed test of DeepSpeed, over zero; SUITES is the folder of their source trees
 # make programs    programs that others wrote, unchanged, behind the door at each stage; PROGRAMS is the folder of their source trees
 # make report  the same .venv, then what is installed, which compiled kernels run here, and how fast
@@ -40,7 +40,7 @@ train: $(STAMP)
 	$(VENV)/bin/zero run $(if $(NPROC),--num_gpus $(NPROC)) examples/gpt/train.py --config $(CONFIG) \
 		$(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
-# Real nodes, MPI and a browser are tested where the system has the programs for it. They are installed where that is
+# Real nodes, MPI, Slurm and a browser are tested where the system has the programs for it. They are installed where that is
 # allowed, as in the containers of a CI; elsewhere those tests skip, and the end of the run says so.
 nodes:
 	@sh tests/real_nodes.sh

@@ -29,10 +29,14 @@ from launching import Launchers
 from nodes import LAUNCHERS
 from ranks import Pool
 from real_nodes import Nodes, reason
+from slurm import Slurm
+from slurm import reason as no_slurm
 
 pytest_plugins = ["turns"]
 STDERR = pytest.StashKey[int]()
-UNTESTED = "real nodes: not tested here, because "  # a skip that begins so is said again at the end of the run
+# Skips that begin so are said again at the end of the run.
+UNTESTED = "real nodes: not tested here, because "
+UNTESTED_SLURM = "Slurm: not tested here, because "
 
 # What torch takes at its word: on a CPU without them its kernels end the process.
 FLAGS = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"}}
@@ -184,12 +188,21 @@ def hosts(real_nodes: Nodes) -> Iterator[Nodes]:
     real_nodes.clear()
 
 
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """A cluster of Slurm for a file of tests; a skip with the reason where there can be none."""
+    if why := no_slurm():
+        pytest.skip(UNTESTED_SLURM + why)
+    with Slurm(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say once, at the end, what torch computed with and why nothing ran over real nodes; xdist's workers do not."""
+    """Say once, at the end, what torch computed with, and why nothing ran over real nodes or under Slurm."""
     asked = os.environ.get("ATEN_CPU_CAPABILITY")
     how = f"ATEN_CPU_CAPABILITY={asked}" if asked else "ATEN_CPU_CAPABILITY is not set"
     terminalreporter.write_line(f"torch's CPU kernels: {torch.backends.cpu.get_cpu_capability()} ({how})")
     said = {str(report.longrepr[-1]).removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())}
     for line in sorted(said):
-        if line.startswith(UNTESTED):
+        if line.startswith((UNTESTED, UNTESTED_SLURM)):
             terminalreporter.write_line(line, yellow=True)

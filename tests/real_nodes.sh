@@ -1,4 +1,4 @@
-# Installs what tests over real nodes, under MPI and in a browser run, where nobody minds. Whatever comes of it, the exit
+# Installs what tests over real nodes, under MPI, under Slurm and in a browser run, where nobody minds. Whatever comes of it, the exit
 # status is 0.
 PATH=$PATH:/usr/sbin:/sbin
 lacking() {
@@ -8,7 +8,8 @@ lacking() {
 }
 nodes=$(lacking ssh:openssh-client sshd:openssh-server ip:iproute2 nsenter:util-linux mpirun:openmpi-bin)
 browser=$(lacking chromium:chromium chromedriver:chromium-driver) # by itself: some systems have no such packages
-missing=$nodes$browser
+slurm=$(lacking slurmctld:slurm-wlm munged:munge)                       # likewise
+missing=$nodes$browser$slurm
 [ -n "$missing" ] || exit 0
 
 leave() {
@@ -34,7 +35,7 @@ quick="-q -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o Acquire::https::
 timeout -k 5 60 apt-get $quick update >"$log" 2>&1 </dev/null
 [ $? -ne 124 ] || leave "apt-get update: nothing came within a minute"
 missing=
-for wanted in "$nodes" "$browser"; do
+for wanted in "$nodes" "$browser" "$slurm"; do
     [ -z "$wanted" ] ||
         timeout -k 5 180 apt-get $quick install --yes --no-install-recommends $wanted >>"$log" 2>&1 </dev/null ||
         missing=$missing$wanted

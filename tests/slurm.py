@@ -1,38 +1,65 @@
-"""A real Slurm of two nodes on this machine, for tests: its daemons in a mount namespace, without systemd.
+"""A real Slurm on this machine, for tests: three nodes, a controller and munge, in Linux namespaces.
 
-It wants root and the packages that `make nodes` installs. The nodes are two slurmd, node1 and node2, which the clients
-find by a copy of /etc/hosts that only the namespace sees.
+Its processes, network, name, /run, /etc/hosts and /etc/slurm are its own, so that two clusters never meet and nothing
+of this machine's is touched. The first process ends with its stdin, a pipe from here, and the kernel ends all others
+with it, jobs too: nothing is left even where the tests are killed. There is no systemd, no cgroup and no database.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+import sys
 from pathlib import Path
 
-from ports import free_port
+import psutil
+from nodes import environment, eventually
+from real_nodes import PATH
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "unshare", "nsenter", "runuser")
-SECONDS = 60.0
+RANK = str(Path(__file__).parent / "slurm_rank.py")
+PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "ip", "unshare", "nsenter")
+HUB, NAMES = "hub", ("node1", "node2", "node3")
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+SECONDS = 120.0  # that no client takes here, unless it hangs
+_APART = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc")
+# What the first process does; $1 is the folder with the files that it puts in place of those in /etc.
+_FIRST = f"""
+echo {HUB} >/proc/sys/kernel/hostname
+ip link set lo up
+ip link add bridge0 type bridge
+for place in 1 2 3 254; do ip address add 10.77.0.$place/24 dev bridge0; done
+ip link set bridge0 up
+mount -t tmpfs none /run
+mkdir -m 755 /run/munge
+head -c 1024 /dev/urandom >/run/munge/key
+chmod 400 /run/munge/key
+mount --bind "$1/hosts" /etc/hosts
+mount --bind "$1/etc" /etc/slurm
+munged --key-file=/run/munge/key --log-file="$1/munged.log" --seed-file=/run/munge/seed
+slurmctld -c
+for node in {" ".join(NAMES)}; do slurmd -N $node; done
+echo up
+trap '' CHLD # processes that lose their parent do not stay as zombies
+exec cat >/dev/null
+"""
+# cred_expire: also what a requeued job waits before it begins again; 5 is the least. KillWait: from SIGTERM to SIGKILL.
+# SlurmdTimeout: until a node that does not answer is down, and its jobs are requeued. All in seconds.
 _CONF = """
-ClusterName=zero
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+ClusterName=zero{pid}
+SlurmctldHost={hub}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/munge.socket
+AuthInfo=cred_expire=5
 CryptoType=crypto/munge
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.%n.pid
+StateSaveLocation=/run/slurmctld
+SlurmdSpoolDir=/run/slurmd.%n
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
@@ -46,20 +73,28 @@ MpiDefault=none
 SwitchType=switch/none
 ReturnToService=2
 JobRequeue=1
-KillWait=5
+KillWait=20
+SlurmdTimeout=15
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
-NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=2000 State=UNKNOWN
-NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=2000 State=UNKNOWN
+NodeName=node1 NodeHostname={hub} Port=17821 CPUs=4 RealMemory=2000
+NodeName=node2 NodeHostname={hub} Port=17822 CPUs=4 RealMemory=2000
+NodeName=node3 NodeHostname={hub} Port=17823 CPUs=4 RealMemory=2000
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
 
 
+@functools.cache
 def reason() -> str | None:
     """Why there can be no cluster here; None where there can."""
+    if sys.platform != "linux":
+        return "this is not Linux"
     if os.geteuid():
-        return "a Slurm of our own wants root"
-    missing = [name for name in PROGRAMS if shutil.which(name) is None]
-    return f"`make nodes` has not installed {', '.join(missing)}" if missing else None
+        return "only root may make namespaces"
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
+        return f"{' and '.join(missing)} cannot be found (Debian: slurm-wlm, munge, iproute2)"
+    text = "ip link set lo up && mount -t tmpfs none /run && mount -t tmpfs none /etc/slurm"
+    done = subprocess.run([*_APART, "sh", "-c", text], env=_plain(), capture_output=True, text=True)
+    return f"namespaces are not allowed ({' '.join(done.stderr.split())})" if done.returncode else None
 
 
 class Slurm:
@@ -67,98 +102,124 @@ class Slurm:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.conf = folder / "etc" / "slurm.conf"
-        self._holder: subprocess.Popen | None = None
+        self._first: subprocess.Popen | None = None
+        self._pid = 0
 
-    def command(self, *words: str) -> list[str]:
-        """A client's, in the namespace of the cluster."""
-        return ["nsenter", "-t", str(self._holder.pid), "-m", "env", f"SLURM_CONF={self.conf}", *words]
+    def __enter__(self) -> Slurm:
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the cluster and all that runs on it."""
+        if self._first is not None:
+            self._first.stdin.close()
+            self._first.wait(SECONDS)
+            self._first.stdout.close()
+            self._first = None
+
+    def command(self, *words: str, folder: Path | None = None) -> list[str]:
+        """A client's, or any other that is to run there, in `folder`."""
+        where = ["--target", str(self._pid), f"--wd={folder or self.folder}"]
+        return ["nsenter", "--net", "--uts", "--mount", "--pid", *where, *words]
 
     def run(
-        self,
-        *words: str,
-        seconds: float = SECONDS,
-        environment: Mapping[str, str] | None = None,
-        folder: Path | None = None,
+        self, *words: str, folder: Path | None = None, seconds: float = SECONDS, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a client to its end."""
-        given = None if environment is None else {**os.environ, **environment}
+        """Run it to its end, in `folder`; `python` is this one."""
+        path = os.pathsep.join([str(Path(sys.executable).parent), PATH])
         return subprocess.run(
-            self.command(*words), capture_output=True, text=True, timeout=seconds, env=given, cwd=folder, check=False
+            self.command(*words, folder=folder),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            env=environment(**{"PATH": path, "OMP_NUM_THREADS": "1", **variables}),
         )
 
-    def job(self, number: str) -> str:
-        """The state of a job, "" where it is not known any more."""
-        return self.run("squeue", "-h", "-j", number, "-o", "%T").stdout.strip()
+    def submit(self, folder: Path, text: str, *options: str) -> str:
+        """Submit the batch script `text` from `folder`; the number of the job."""
+        (folder / "job.sh").write_text(text)
+        done = self.run("sbatch", "--parsable", *options, "job.sh", folder=folder)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
-    def start(self) -> None:
-        """Bring it up; RuntimeError with the logs where it does not come."""
-        for name in ("etc", "munge", "state", "spool.node1", "spool.node2"):
-            (self.folder / name).mkdir(parents=True)
-        ports = [free_port() for _ in range(3)]
-        self.conf.write_text(_CONF.format(host=socket.gethostname(), folder=self.folder, ports=ports))
-        (self.conf.parent / "cgroup.conf").write_text("CgroupAutomount=no\n")
-        key = self.folder / "munge" / "munge.key"
-        key.write_bytes(os.urandom(1024))
-        key.chmod(0o400)
-        hosts = self.folder / "hosts"
-        hosts.write_text(Path("/etc/hosts").read_text() + "\n127.0.0.1 node1\n127.0.0.1 node2\n")
-        for path in (key, key.parent):
-            shutil.chown(path, "munge", "munge")
-        key.parent.chmod(0o711)
-        for parent in self.folder.parents:  # munged runs as another user
-            with contextlib.suppress(OSError):
-                parent.chmod(parent.stat().st_mode | 0o011)
-        bind = f"mount --bind {hosts} /etc/hosts && exec sleep infinity"
-        self._holder = subprocess.Popen(["unshare", "-m", "--propagation", "private", "sh", "-c", bind])
-        until(lambda: "node2" in self.run("cat", "/etc/hosts").stdout, self.logs)
-        munge = self.folder / "munge"
-        files = [f"--{name}-file={munge / name}" for name in ("pid", "log", "seed")]
-        where = [f"--key-file={key}", f"--socket={munge / 'munge.socket'}", *files]
-        self._checked("runuser", "-u", "munge", "--", "munged", *where)
-        self._checked("slurmctld", "-c", "-f", str(self.conf))
-        for node in ("node1", "node2"):
-            self._checked("slurmd", "-N", node, "-f", str(self.conf))
-        until(lambda: self.run("sinfo", "-h", "-o", "%D %t").stdout.split() == ["2", "idle"], self.logs)
+    def job(self, number: str) -> dict[str, str]:
+        """What `scontrol show job` says of a job, by its names of it."""
+        said = self.run("scontrol", "--oneliner", "show", "job", number).stdout
+        return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
-    def _checked(self, *words: str) -> None:
-        done = self.run(*words)
-        if done.returncode:
-            raise RuntimeError(f"{words[0]} ended with {done.returncode}: {done.stderr}{self.logs()}")
+    def ended(self, number: str) -> dict[str, str]:
+        """The same, once the job has ended, with whatever status, and waits for nothing any more."""
+
+        def found() -> dict[str, str] | None:
+            job = self.job(number)
+            return job if job["JobState"] in OVER else None
+
+        job = eventually(found)
+        assert job, (self.job(number), self.logs())
+        return job
+
+    def lose(self, node: str) -> None:
+        """Stop all that runs on a node, so that it is there and does not answer, as one that is cut off."""
+        self._each_of(node, signal.SIGSTOP)
+
+    def mend(self, node: str) -> None:
+        """Kill what was stopped there, and start the node again."""
+        self._each_of(node, signal.SIGKILL)
+        done = self.run("slurmd", "-N", node)
+        assert done.returncode == 0, done.stderr
+        idle = ("sinfo", "-h", "-n", node, "-o", "%t")
+        assert eventually(lambda: self.run(*idle).stdout.split() == ["idle"], SECONDS), self.logs()
+
+    def _each_of(self, node: str, number: int) -> None:
+        """Send a signal to the slurmd of a node, to its tasks, and to what of Slurm looks after those."""
+        for process in psutil.Process(self._pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                task = process.environ().get("SLURMD_NODENAME") == node
+                if task or process.cmdline()[:3] == ["slurmd", "-N", node]:
+                    keeper = process.parent()
+                    for each in (process, keeper) if task and keeper.name() == "slurmstepd" else (process,):
+                        each.send_signal(number)
+
+    def _begin(self) -> None:
+        (self.folder / "etc").mkdir()
+        conf = _CONF.format(pid=os.getpid(), hub=HUB, folder=self.folder)
+        (self.folder / "etc" / "slurm.conf").write_text(conf)
+        (self.folder / "etc" / "cgroup.conf").write_text("CgroupAutomount=no\n")
+        addresses = {HUB: 254, **{name: place for place, name in enumerate(NAMES, 1)}}
+        lines = [f"10.77.0.{place} {name}\n" for name, place in addresses.items()]
+        (self.folder / "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
+        self._first = subprocess.Popen(
+            [*_APART, "sh", "-euc", _FIRST, "sh", str(self.folder)],
+            env=_plain(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if self._first.stdout.readline() != "up\n":
+            raise RuntimeError(f"the cluster did not start, see its stderr; {self.logs()}")
+        below = Path(f"/proc/{self._first.pid}/task/{self._first.pid}/children").read_text().split()
+        self._pid = int(below[0])
+        idle = [str(len(NAMES)), "idle"]
+        if not eventually(lambda: self.run("sinfo", "-h", "-o", "%D %t").stdout.split() == idle, SECONDS):
+            raise RuntimeError(f"not all nodes of the cluster came; {self.logs()}")
 
     def logs(self) -> str:
         """The ends of the daemons' logs."""
         return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log")))
 
-    def stop(self) -> None:
-        """End all daemons, and what they run."""
-        if self._holder is None:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.run("scancel", "--user=root")
-            self.run("scontrol", "shutdown")
-        for path in [*self.folder.glob("*.pid"), self.folder / "munge" / "pid"]:
-            with contextlib.suppress(OSError, ValueError):
-                os.kill(int(path.read_text()), signal.SIGKILL)
-        self._holder.kill()
-        self._holder.wait()
+
+def lines(path: Path) -> list[list[str]]:
+    """The words of each line of a file that a rank has written; none where there is no file so far."""
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def until(ready: Callable[[], object], said: Callable[[], str], seconds: float = SECONDS) -> None:
-    """Wait; RuntimeError with what is `said` where it lasts too long."""
-    end = time.monotonic() + seconds
-    while not ready():
-        if time.monotonic() > end:
-            raise RuntimeError(f"the cluster did not come up: {said()}")
-        time.sleep(0.1)
-
-
-@contextlib.contextmanager
-def cluster(folder: Path) -> Iterator[Slurm]:
-    """A cluster that is up."""
-    slurm = Slurm(folder)
-    try:
-        slurm.start()
-        yield slurm
-    finally:
-        slurm.stop()
+def _plain() -> dict[str, str]:
+    return {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8"}

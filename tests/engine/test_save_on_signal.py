@@ -32,7 +32,7 @@ def train(engine: Any, steps: range, signalled: int | None = None, number: int =
 def test_all_ranks_save_and_end_and_go_on_with_the_unbroken_bits(stage: int, name: str, tmp_path: Any) -> None:
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder)
-    before = signal.getsignal(signal.Signals[name])
+    before, term = signal.getsignal(signal.Signals[name]), signal.getsignal(signal.SIGTERM)
     whole = zero.initialize(model=make_net(), config=settings(stage, 2))[0]
     train(whole, range(STEPS))
     wanted = whole.module_state_dict()
@@ -47,6 +47,9 @@ def test_all_ranks_save_and_end_and_go_on_with_the_unbroken_bits(stage: int, nam
     assert ended.value.code == 75
     assert engine.global_steps == SIGNALLED + 1
     engine.destroy()
+    # Its status stays what it is, whatever ends the other ranks when the first one has ended.
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN != term
+    signal.signal(signal.SIGTERM, term)
     assert signal.getsignal(signal.Signals[name]) is before
 
     later = zero.initialize(model=make_net(), config=settings(stage, 2))[0]

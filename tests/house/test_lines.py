@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 MARGIN = 300  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 5100,
-    "tests": 59200,
+    "tests": 60200,
     "zero/*.py": 1250,
     "zero/as_deepspeed": 1540,
     "zero/checkpoint": 2950,
@@ -23,10 +23,10 @@ LIMITS = {
     "zero/config": 2610,
     "zero/core": 8230,
     "zero/data": 1060,
-    "zero/engine": 9730,
+    "zero/engine": 9770,
     "zero/examples": 100,
     "zero/kernels": 1890,
-    "zero/launch": 4220,
+    "zero/launch": 4420,
     "zero/memory": 1530,
     "zero/monitor": 1350,
     "zero/optim": 2760,

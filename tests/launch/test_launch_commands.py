@@ -49,8 +49,8 @@ def test_slurm_is_one_launcher_per_node() -> None:
     python, place = shlex.quote(sys.executable), f"--world={WORLD.encode()} --master_addr=n1 --master_port=29500"
     node = f"{python} -u -m zero run --no_ssh --launcher=slurm {place} --stdin --no_env_files -- t.py"
     assert command.words == [
-        "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n3", "--kill-on-bad-exit=1",
-        "--cpu-bind=none", "--input=0", "--export=ALL", "--partition", "a b",
+        "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n3", "--kill-on-bad-exit=0",
+        "--wait=60", "--cpu-bind=none", "--input=0", "--export=ALL", "--partition", "a b",
         "sh", "-c", f"cd /home/me && exec {node}",
     ]  # fmt: skip
 

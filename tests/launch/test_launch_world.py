@@ -71,6 +71,8 @@ def test_a_node_that_sees_a_part_of_its_devices_counts_those() -> None:
     assert on_node(("0", "1"), {"CUDA_VISIBLE_DEVICES": "6,7,3"}) == ("6", "7")
     assert on_node(("2",), {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}) == ("GPU-c",)
     assert on_node(("2",), {}) == ("2",)
+    for nothing in ("NoDevFiles", ""):
+        assert on_node(("2",), {"CUDA_VISIBLE_DEVICES": nothing}) == ()
     text = "there is no device 2: CUDA_VISIBLE_DEVICES has 2: 6,7"
     assert said(on_node, ("0", "2"), {"CUDA_VISIBLE_DEVICES": "6,7"}) == text
 

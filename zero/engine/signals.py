@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,12 @@ class Signals:
     def hear(self, reports: Mapping[int, RankReport]) -> None:
         """Take the reports of all ranks."""
         self.due = self.due or any(RankFlags.SIGNAL in each.flags for each in reports.values())
+
+    def leave(self) -> None:
+        """The run ends: SIGTERM, by which srun answers the first rank's end, changes no other's status any more."""
+        with contextlib.suppress(ValueError):  # of another thread than the main one
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._before.pop(signal.SIGTERM, None)
 
     def close(self) -> None:
         """Give the signals back to whom they belonged before; in another thread than the main one, when they come."""

@@ -61,7 +61,8 @@ def _slurm(job: Job) -> list[Command]:
         f"--ntasks={len(names)}",
         "--ntasks-per-node=1",
         f"--nodelist={','.join(names)}",
-        "--kill-on-bad-exit=1",
+        "--kill-on-bad-exit=0",  # at the first end of one: the job's status would be that of SIGTERM
+        "--wait=60",  # they end by themselves, at about the same time; seconds
         "--cpu-bind=none",  # a task is a whole node's launcher: bound to one core, all ranks would share it
         "--input=0",
         "--export=ALL",  # the job's own variables are in the line: here a comma in a value would end it

@@ -106,8 +106,9 @@ class CheckpointSaver:
         """At a signal to any rank, "SIGUSR1" or several, save to `folder` at the end of the step, and exit all ranks.
 
         status: of the exit; by default 75, after which `zero run` starts no ranks again. client_state: as for
-        `save_checkpoint`, with what is in it by then. What the signals did before they do no more until `destroy()`.
-        Raises ValueError for what is no signal, RuntimeError outside of the main thread.
+        `save_checkpoint`, with what is in it by then. What the signals did before they do no more until `destroy()`;
+        from the save on SIGTERM does nothing any more, by which srun would change the status. Raises ValueError for
+        what is no signal, RuntimeError outside of the main thread.
         """
         self.signals.watch(signals)
         self._at_signal = folder, status, client_state
@@ -117,6 +118,7 @@ class CheckpointSaver:
         if self.signals.due:
             folder, status, client_state = self._at_signal
             rank_zero(logging.INFO, "a signal has come: saving to %s, and ending with status %d", folder, status)
+            self.signals.leave()
             self.save_checkpoint(folder, client_state=client_state)
             self.wait_for_checkpoint()
             raise SystemExit(status)

@@ -20,11 +20,11 @@ def on_node(devices: tuple[str, ...], environment: Mapping[str, str]) -> tuple[s
     """`devices` as a node that sees only some of its GPUs calls them: number i is the i-th that it sees.
 
     A scheduler gives a job a part of the node and says so in CUDA_VISIBLE_DEVICES; to count from 0 past that
-    would reach for the GPUs of somebody else.
+    would reach for the GPUs of somebody else. Where it sees none, all ranks are on the CPU.
     """
     seen = visible(environment)
-    if seen is None:
-        return devices
+    if not seen:
+        return devices if seen is None else ()
     outside = [device for device in devices if device.isdigit() and int(device) >= len(seen)]
     if outside:
         raise LaunchError(f"there is no device {outside[0]}: CUDA_VISIBLE_DEVICES has {len(seen)}: {','.join(seen)}")

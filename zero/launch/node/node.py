@@ -161,7 +161,7 @@ class Node:
         """Say what ended the job, where that falls to this host; the exit status."""
         rendezvous = self.rendezvous
         ours = [each for each in self.signals if each not in PASSED]
-        if ours and self.stopped_by is None:
+        if ours and self.stopped_by is None and rendezvous.end is None:
             self.stop(ours[0])
         if self.stopped_by is None:
             self._say_outcome()

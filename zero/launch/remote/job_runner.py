@@ -19,6 +19,7 @@ from zero.launch.process.output import OutputPump
 from zero.launch.process.process import Command, Process
 
 _GRACE = 3  # seconds between asking what mpirun, say, has left here to end, and killing it
+_UNBOUND = b"srun: cluster configuration lacks support for cpu binding\n"  # that we ask it for none
 _RETRY = 10.0  # seconds between two tries to reach a host that was lost
 _OF_NODES = (b"zero run: ", b"[")  # how every line of a node and of its ranks begins; all others are ssh's
 _LONGEST = 1000  # bytes of what ssh said; a message has to fit in a pipe in one piece
@@ -127,7 +128,7 @@ class NodeGroup(ProcessGroup):
     def received(self, process: Process, is_stderr: bool, lines: bytes) -> None:
         """Hand it on; not what ssh says of a host that it does not reach again."""
         if not (isinstance(process, NodeProcess) and process.again) or lines.startswith(_OF_NODES):
-            self.outputs.put(is_stderr, lines)
+            self.outputs.put(is_stderr, lines.replace(_UNBOUND, b""))
 
     def ended(self, process: Process) -> None:
         """A node has ended: the first one and so the job, or another one, of which the first is told."""
