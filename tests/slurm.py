@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -159,6 +160,7 @@ class Slurm:
         """The same, once the job has ended, with whatever status, and waits for nothing any more."""
 
         def found() -> dict[str, str] | None:
+            time.sleep(0.3)  # the jobs need what cores there are
             job = self.job(number)
             return job if job["JobState"] in OVER else None
 
