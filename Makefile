@@ -55,9 +55,10 @@ test: $(STAMP) nodes
 	$(VENV)/bin/ruff check .
 	$(PYTEST) $(ARGS)
 
-# Transformers and PEFT import bitsandbytes wherever they find it, for a second or more: no short test needs it.
+# Transformers and PEFT import bitsandbytes wherever they find it, for a second or more, and Ray has 200 MB: no short test
+# needs them.
 test-long: $(STAMP) nodes
-	$(VENV)/bin/python -m pip install --quiet bitsandbytes
+	$(VENV)/bin/python -m pip install --quiet bitsandbytes "ray[train]"
 	$(PYTEST) -m long $(ARGS)
 
 docs: $(STAMP)

@@ -23,7 +23,7 @@ BEGIN, END = "<!-- from here on written by docs/write_internals.py -->\n", "```\
 OTHERS = {
     "csrc": "C++17 and CUDA over raw pointers, without torch; tests/ runs under sanitizers",
     "docs": "one subject per page; write_*.py write parts of them, figures/draw.py the figures",
-    "examples": "experts/, gpt/, images/, masked/, operators/, pipeline/, serve/, tensors/",
+    "examples": "experts/, gpt/, images/, masked/, operators/, pipeline/, ray/, serve/, tensors/",
     "tests": "one promise per file, by topic; oracle.py is plain torch, ranks.py a pool of real processes",
     "benchmarks": "one question per file",
 }

@@ -48,6 +48,7 @@ CPU_ONLY = {
     },
     "it wants the bits of the CPU": {
         "core/test_safe_access.py": "test_gradients_are_the_average_so_far",
+        "engine/test_local_sgd.py": "test_two_replicas_train_bit_for_bit_as_plain_torch",
         "engine/test_muon.py": "test_every_stage_and_world_is_torchs_bit_by_bit test_offloaded_state_trains_alike "
         "test_matrices_that_init_has_cut_have_their_true_shapes test_a_torch_muon_of_the_script_runs_on_shards "
         "test_normuon_is_its_paper_and_keeps_a_number_for_each_row",

@@ -23,7 +23,7 @@ from ranks import Pool
 
 from zero.config import load
 
-LANGUAGES = r"python|json|sh|text|\{[\w-]+\}"  # the last are directives of Sphinx
+LANGUAGES = r"python|json|yaml|sh|text|\{[\w-]+\}"  # the last are directives of Sphinx
 # Their programs want a model and a folder, and more of them is promised: see the tests in tests/huggingface.
 ELSEWHERE = {"huggingface.md": "test_programs.py", "lightning.md": "test_lightning_checkpoints.py"}
 HERE = [page for page in PAGES if page.name not in ELSEWHERE]

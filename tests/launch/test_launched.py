@@ -1,7 +1,7 @@
 """The promise: from what each launcher sets, a process knows its rank, or that it is alone, or says why not.
 
 The environments are what Open MPI 4.1, Hydra of MPICH 4.0, and Slurm as its manual pages srun(1) and sbatch(1) have it
-set.
+set; and Kubeflow's operator, SageMaker and AzureML by their documentation. The manifest of docs/launching.md is read.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
+from pages import ROOT, blocks
 
 from zero.launch.launched import SLURM_PORTS, Launched, launched
 
@@ -36,6 +38,10 @@ STEP = {
 STEP_HERE = {**STEP, "SLURM_STEP_NODELIST": "n2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0"}
 SALLOC_SHELL = {**BATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEPID": "4294967290", "SLURM_PTY_PORT": "4"}
 PMI2 = {"PMI_RANK": "2", "PMI_SIZE": "3", "PMI_FD": "9"}  # of srun --mpi=pmi2
+POD = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "train-master-0", "MASTER_PORT": "23456"}  # of a PyTorchJob
+POD |= {"PET_NNODES": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "train-master-0", "PET_MASTER_PORT": "23456"}
+SAGEMAKER = {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "2"}
+AZURE = {"AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.4"}
 OPEN_MPI_JOB = "157286401 157286400.0;tcp4://127.0.0.1:60503 157286400.0;tcp://192.0.2.2:3"
 GIVEN = Launched(3, 4, 1, 2, "n1", 1234)
 STEP_PORT = SLURM_PORTS.start + 700 + 2 * 1009
@@ -74,6 +80,25 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
         # MPICH and Intel MPI.
         (HYDRA, Launched(0, 2, 0, 2, HERE, None, "")),
         ({**HYDRA_HOSTS, **ADDRESS}, Launched(2, 3, 0, 1, "n7", 29999)),
+        # Kubernetes; with PET_NPROC_PER_NODE of a torchrun in the pod.
+        (POD, Launched(1, 4, None, None, "train-master-0", 23456)),
+        ({**POD, "PET_NPROC_PER_NODE": "auto"}, Launched(1, 4, None, None, "train-master-0", 23456)),
+        ({**POD, "PET_NPROC_PER_NODE": "1"}, Launched(1, 4, None, None, "train-master-0", 23456)),
+        ({**POD, **TORCHRUN, "PET_NPROC_PER_NODE": "2"}, GIVEN),
+        # SageMaker: torchrun, mpirun, and one host alone.
+        ({**SAGEMAKER, **TORCHRUN}, GIVEN),
+        ({**SAGEMAKER, **OPEN_MPI_HOSTS}, Launched(3, 4, 1, 2, "algo-1", 29999, OPEN_MPI_JOB)),
+        ({**SAGEMAKER, **OPEN_MPI_HOSTS, **WHERE}, Launched(3, 4, 1, 2, "n7", 55, OPEN_MPI_JOB)),
+        ({**SAGEMAKER, "SM_HOSTS": '["algo-1"]'}, None),
+        ({**SAGEMAKER, "SM_HOSTS": "algo-1"}, None),
+        ({**SAGEMAKER, "WORLD_SIZE": "1"}, None),
+        # AzureML: torchrun's variables with another one beside them, and mpirun.
+        ({**TORCHRUN, **AZURE, "NODE_RANK": "1"}, GIVEN),
+        ({**AZURE, **OPEN_MPI}, Launched(1, 2, 1, 2, HERE, None, OPEN_MPI_JOB)),
+        ({**AZURE, **OPEN_MPI_HOSTS}, Launched(3, 4, 1, 2, "10.0.0.4", 29999, OPEN_MPI_JOB)),
+        ({"AZ_BATCH_MASTER_NODE": "10.0.0.5:6000", **AZURE, **OPEN_MPI_HOSTS},
+         Launched(3, 4, 1, 2, "10.0.0.5", 29999, OPEN_MPI_JOB)),
+        ({"AZ_BATCH_MASTER_NODE": "10.0.0.5", **HYDRA_HOSTS}, Launched(2, 3, 0, 1, "10.0.0.5", 29999)),
         # Slurm.
         (STEP, Launched(2, 3, 0, 1, "n2", STEP_PORT, "slurm  700.2")),
         ({**STEP, **WHERE}, Launched(2, 3, 0, 1, "n7", 55, "slurm  700.2")),
@@ -114,6 +139,9 @@ def test_only_variables_of_torchrun_count_where_that_is_asked_for(environment: d
         ({**WHO, **ADDRESS}, {}, r"lacks \['MASTER_PORT'\]"),
         (WHO, {}, r"lacks \['MASTER_ADDR', 'MASTER_PORT'\]"),
         ({**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "2"}, {}, r"lacks \['MASTER_ADDR', 'MASTER_PORT'\]"),
+        (without(POD, "MASTER_ADDR"), {}, r"lacks \['MASTER_ADDR'\]"),
+        ({**POD, "PET_NPROC_PER_NODE": "2"}, {}, "a pod has 2, .* let the command of the pods be `torchrun train.py`"),
+        (SAGEMAKER, {}, r"SM_HOSTS names 2 hosts, and RANK is not set, .* distribution=\{\"torch_distributed\": "),
         ({**TORCHRUN, "RANK": "one"}, {}, "RANK: got 'one', wanted a whole number that is not negative"),
         ({**OPEN_MPI, "RANK": "0"}, {}, "RANK=0 is set, but the launcher started this process as RANK=1"),
         ({**OPEN_MPI, "LOCAL_RANK": "7"}, {}, "LOCAL_RANK=7 is set, but the launcher started .* as LOCAL_RANK=1"),
@@ -162,3 +190,23 @@ def test_what_is_set_afterwards_reads_as_under_torchrun(environment: dict[str, s
         1234,
     )
     assert (again.local_rank, again.local_world_size) == (found.local_rank, found.local_world_size)
+
+
+def test_the_manifest_of_the_page_is_a_job_whose_pods_know_their_ranks() -> None:
+    (block,) = (block for block in blocks(ROOT / "docs" / "launching.md") if block.language == "yaml")
+    job = yaml.safe_load(block.text)
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob") and job["metadata"]["name"]
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert list(replicas) == ["Master", "Worker"] and replicas["Master"]["replicas"] == 1
+    size = sum(kind["replicas"] for kind in replicas.values())
+    for kind in replicas.values():
+        assert kind["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
+        pod = kind["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["name"] == "pytorch", "the operator sets variables in a container of that name"
+        assert container["image"] and container["command"] == ["python", "train.py"]
+        assert [each["name"] for each in container["volumeMounts"]] == [each["name"] for each in pod["volumes"]]
+    of_operator = [{**POD, "RANK": str(rank), "WORLD_SIZE": str(size)} for rank in range(size)]
+    assert [launched(each) for each in of_operator] == [
+        Launched(rank, size, None, None, "train-master-0", 23456) for rank in range(size)
+    ]

@@ -24,6 +24,7 @@ import pytest
 import torch.distributed as dist
 from launching import Launched, Launchers
 from nodes import LAUNCHERS, alive, eventually
+from ports import free_port
 from starting import WHO
 from torch import nn
 
@@ -151,6 +152,15 @@ def test_processes_that_have_what_srun_sets(wanted: list[str]) -> None:
     job = os.getpid()  # no other run of this test has it
     found = lines(*[begin([sys.executable, SCRIPT, "again"], **slurm(rank, job)) for rank in (1, 0)])
     check(found, wanted, total="33333")
+
+
+@pytest.mark.long
+def test_pods_of_a_pytorchjob(wanted: list[str]) -> None:
+    """With the variables of its operator, of which none says which rank of its host a process is."""
+    pods = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "PET_NNODES": "2"}
+    found = lines(*[begin([sys.executable, SCRIPT, "train"], RANK=str(rank), **pods) for rank in (1, 0)])
+    assert [line.who for line in found] == ["0 None 2 None localhost", "1 None 2 None localhost"]
+    assert [line.losses for line in found] == wanted
 
 
 def test_srun(wanted: list[str]) -> None:

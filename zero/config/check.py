@@ -72,7 +72,7 @@ def load(
             errors.append(str(error) + note * (file.sequence_parallel_size > 1))
     if batch is not None and file.zero.reduce == "tree":
         errors += filter(None, [tree_error(batch.steps, grid.size(*DATA, "cp"))])
-    errors += [*rules.precision(file), *rules.storage(file), *rules.means(file)]
+    errors += [*rules.precision(file), *rules.storage(file), *rules.means(file), *rules.local_sgd(file, grid)]
     errors += [*rules.quantized(file), *sharded, *rules.pipelines(file, grid, batch and batch.steps)]
     for warning in walk.warnings:
         log.log_once(logging.WARNING, warning)  # before the error: a misspelt section may be its cause

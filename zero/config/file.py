@@ -15,6 +15,7 @@ from zero.config.sections import (
     Checkpoint,
     DataTypes,
     Fp16,
+    LocalSgd,
     Optimizer,
     Scheduler,
     TorchAutocast,
@@ -49,6 +50,7 @@ class File(Section):
     bf16: Bf16 = absent(Bf16)
     zero_optimization: ZeroOptimization = absent(ZeroOptimization)
     zero: Zero = absent(Zero)
+    local_sgd: LocalSgd = absent(LocalSgd)
     data_types: DataTypes = absent(DataTypes)
     torch_autocast: TorchAutocast = absent(TorchAutocast)
 
@@ -185,6 +187,12 @@ class Config(File):
         return self.world_size * self.sequence_parallel_size
 
     @property
+    def summed_together(self) -> int:
+        """Of these the ranks whose gradients one step sums: all, or with local SGD those of one replica."""
+        replica = self.grid.size("dp_shard") if self.zero_optimization.stage else 1
+        return self.summed if self.local_sgd.sync_every == 1 else replica
+
+    @property
     def counted(self) -> bool:
         """Whether the mean is over what the micro-batches of a step count, which is known at its end only."""
         return self.zero.mean == "tokens" or not self.managed_gradient_accumulation
@@ -195,14 +203,14 @@ class Config(File):
         if self.counted:
             return float(self.world_size) if self.gradient_allreduce_op == "sum" else 1.0
         # The loss of a sequence is the same on all ranks that have a piece of it, and each of them has its backward.
-        ranks = self.sequence_parallel_size if self.gradient_allreduce_op == "sum" else self.summed
+        ranks = self.sequence_parallel_size if self.gradient_allreduce_op == "sum" else self.summed_together
         return 1.0 / (ranks * self.gradient_accumulation_steps)
 
     @property
     def predivide(self) -> float:
         """The divisor of gradients before they are sent; 1 for none."""
         if self.gradient_predivide_factor == 1.0 and self.prescale_gradients:
-            return float(self.summed)
+            return float(self.summed_together)
         return self.gradient_predivide_factor
 
 

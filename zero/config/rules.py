@@ -107,6 +107,27 @@ def means(file: File) -> Iterator[str]:
             yield f"{key}: got 'fp16' with zero.mean 'tokens', whose sums leave its range; use 'bf16' or 'fp32'"
 
 
+def local_sgd(file: File, grid: Grid) -> Iterator[str]:
+    """Rules about replicas that train by themselves for some steps: what needs all ranks at each step is refused."""
+    zero, section, ranks = file.zero, file.zero_optimization, grid.size("dp_shard")
+    fix = f"set zero.shard_size to a divisor of {ranks} below it, or the stage to 0"
+    refused = {
+        f"zero_optimization.stage {section.stage} (set 0 or 1)": section.stage > 1,
+        f"stage 1 over all {ranks} ranks as one replica ({fix})": section.stage == 1 < ranks == grid.world,
+        f"a grid of {grid.factors}": max(map(grid.size, ("pp", "cp", "tp", "ep"))) > 1,
+        "zero_optimization.offload_optimizer": section.offload_optimizer.device != "none",
+        "zero_optimization.zero_quantized_gradients": section.zero_quantized_gradients,
+        "optimizer.params.beta2": file.optimizer is not None and file.optimizer.params.get("beta2") is not None,
+        "zero.reduce 'tree'": zero.reduce == "tree",
+        "zero.mean 'tokens'": zero.mean == "tokens",
+        "managed_gradient_accumulation false": not file.managed_gradient_accumulation,
+        **{f"zero.{key}": getattr(zero, key) for key in ("shard", "check_replicas", "unit_norms")},
+        "zero.alarm": zero.alarm.model_fields_set,
+    }
+    if file.local_sgd.sync_every > 1 and (keys := ", ".join(key for key, given in refused.items() if given)):
+        yield f"local_sgd.sync_every: got {file.local_sgd.sync_every}, and each step of all ranks with {keys}; keep one"
+
+
 def forms(file: File, grid: Grid, refused: Collection[str]) -> Iterator[str]:
     """Rules about ranks that have parts of the model only, along axes of which some may be `refused` here."""
     if named := [key for key in given_sizes(file) if KEYS[key] in refused]:

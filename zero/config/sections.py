@@ -100,6 +100,14 @@ class TorchAutocast(Section):
     lower_precision_safe_modules: Annotated[Texts | None, NOTHING_TO_SET] = None
 
 
+class LocalSgd(Section):
+    """Replicas that train by themselves between means of their parameters, at stages 0 and 1."""
+
+    sync_every: Positive = 1
+    """Steps after which replicas take the mean of their parameters and of the optimizer's moments; no gradient leaves
+    its replica before: a rank at stage 0, zero.shard_size ranks at stage 1. 1 is plain training."""
+
+
 class DataTypes(Section):
     """Dtypes that follow from the precision unless they are given here."""
 

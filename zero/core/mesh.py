@@ -35,7 +35,8 @@ class Mesh:
     axes:      of the grid, that it is made of;
     order:     places in the world in the order of the spans that the ranks there count, group after group;
     secondary: with hpZ, the ranks of this node, which hold a second copy of the parameters cut among them, or None;
-    across:    with hpZ, the ranks with the same place in the other nodes, this one included, or None.
+    across:    with hpZ, the ranks with the same place in the other nodes, this one included, or None;
+    local:     whether replicas train by themselves between means of their parameters (local SGD).
     """
 
     shard: Axis
@@ -48,6 +49,7 @@ class Mesh:
     order: tuple[int, ...] = (0,)
     secondary: Axis | None = None
     across: Axis | None = None
+    local: bool = False
     _indices: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -57,6 +59,14 @@ class Mesh:
         It lies inside the rank's shard, and no other rank that holds the unit has the same.
         """
         return self.shard.rank * self.replica.size + self.replica.rank
+
+    @property
+    def summed(self) -> Mesh:
+        """The mesh that gradients are summed over, and norms are of: this one, or that of the own replica."""
+        if not self.local:
+            return self
+        order = tuple(map(self.world.ranks.index, self.shard.ranks))
+        return replace(self, replica=self.world.point(), data=self.shard, order=order)
 
     def counted_span(self, layout: Layout) -> Span:
         """The span of a unit with this layout that this rank counts and writes; empty where others do for it."""
@@ -78,7 +88,8 @@ class Mesh:
     def by_span(self, values: torch.Tensor) -> torch.Tensor:
         """Values of each rank of the world [world.size, ...], in the order of the spans that they count."""
         if len(self.order) == self.data.size and self.nested:  # by views, for which no device is waited for
-            return values.unflatten(0, (self.replica.size, self.shard.size)).transpose(0, 1).flatten(0, 1)
+            own = values.narrow(0, min(self.order), self.data.size)
+            return own.unflatten(0, (self.replica.size, self.shard.size)).transpose(0, 1).flatten(0, 1)
         return values[self._index(self.order, values.device)]
 
     def by_place(self, rows: torch.Tensor) -> torch.Tensor:
@@ -98,7 +109,7 @@ class Meshes:
     grid: of all ranks of the world. What is not sharded at all (stage 0) is repeated along the axes that it would be
     sharded along. State of dense units is sharded over the ranks that share a sequence, too;
     secondary_size: ranks of a node for hpZ, a divisor of the world's size; 1 for none;
-    reduce: `zero.reduce`: see `summed_here`.
+    reduce: `zero.reduce`: see `summed_here`; local: see `Mesh`.
     """
 
     def __init__(
@@ -109,8 +120,9 @@ class Meshes:
         secondary_size: int = 1,
         reduce: str = "auto",
         timeout: float = math.inf,
+        local: bool = False,
     ) -> None:
-        self.grid = grid
+        self.grid, self.local = grid, local
         self._cut = sharding.optim
         self._dense = DENSE if grid.size("tp") == 1 else DENSE._replace(same=("tp",))
         self._world, self._timeout, self._reduce = world, timeout, reduce
@@ -169,7 +181,7 @@ class Meshes:
             counts = self.grid.ranks(axes.same, self._world.rank)[0] == self._world.rank
             order = self.grid.spans(axes)
             self._made[axes] = Mesh(
-                shard, replica, data, peers, self._world, counts, axes, order, *self._secondary(axes)
+                shard, replica, data, peers, self._world, counts, axes, order, *self._secondary(axes), local=self.local
             )
         return self._made[axes]
 

@@ -343,7 +343,7 @@ class Unit(ShardedParams):
             param._zero_owner = Owner(self.plan.params[position].name, self, position)
         if trained:
             shapes = [param.shape for param in self.params]
-            how = self.mesh, gradient_dtypes, device, TAGS * self.number + 1, self.shard.placement
+            how = self.mesh.summed, gradient_dtypes, device, TAGS * self.number + 1, self.shard.placement
             self.gradients = Gradients(self.plan, shapes, *how)
         if not self.resharded:
             self.buffer.note_references()

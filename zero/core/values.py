@@ -162,7 +162,7 @@ def gradient(owner: Owner, what: str) -> torch.Tensor | None:
         total = assemble(owner, grads.shard.narrow(0, part.at, part.numel).float())
     if local:
         found = grads.local(owner.index)
-        for axis in (unit.mesh.shard, unit.mesh.replica) if found.numel() else ():
+        for axis in (unit.mesh.shard, unit.mesh.summed.replica) if found.numel() else ():
             rows = comm.gather_scalars(found, axis, "gradient")
             found = rows[0].clone()
             for row in rows[1:]:

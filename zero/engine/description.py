@@ -168,6 +168,7 @@ def log_start(engine: Any) -> None:
     of_rank = " of this rank" if max(map(grid.size, ("pp", "tp", "ep"))) > 1 else ""  # others have other parts
     ranks += f" ({grid.factors})" if of_rank else ""
     ranks += "".join(dict.fromkeys(_shared(unit.mesh) for unit in sharded.units))
+    ranks += f" (local SGD: a mean every {config.local_sgd.sync_every} steps)" * sharded.meshes.local
     rank_zero(
         logging.INFO,
         f"stage {config.zero_optimization.stage} on {ranks}, {device.type}: "

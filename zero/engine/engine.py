@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -33,12 +34,13 @@ from zero.engine.getters import DeepSpeedGetters
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.pipeline import Pipeline
 from zero.engine.recorder import StepRecorder
+from zero.engine.replica_means import ReplicaMeans
 from zero.engine.state_offload import StateOffload
 from zero.engine.status import Status
 from zero.engine.step import Forms, TrainingStep
 from zero.engine.weight_updates import WeightUpdates
 from zero.engine.weights import Weights
-from zero.log import log_once
+from zero.log import counted, log_once, rank_zero
 from zero.monitor.monitor import Monitor
 from zero.optim.optimizer import ZeroOptimizer
 from zero.parallel.pipeline.build import Pipelined
@@ -50,18 +52,21 @@ L = TypeVar("L", Loader, None)
 
 
 def _method_of(
-    part: str, method: Callable[Concatenate[Any, P], R], forward: bool = False
+    part: str, method: Callable[Concatenate[Any, P], R], forward: bool = False, whole: bool = False
 ) -> Callable[Concatenate[Any, P], R]:
     """A method of the engine that is `method` of one of its parts, with its signature and docstring.
 
-    `forward`: an engine that only runs forward may be asked for it, too.
+    `forward`: an engine that only runs forward may be asked for it, too; `whole`: replicas take their mean before it.
     """
 
     @functools.wraps(method)
     def call(engine: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         engine = acting(engine) if forward else engine
         engine._status.check_not_destroyed()
-        return method(getattr(engine, part), *args, **kwargs)
+        if whole:
+            engine._status.check()
+            engine._training.means.average_replicas()
+        return method(operator.attrgetter(part)(engine), *args, **kwargs)
 
     return call
 
@@ -142,20 +147,21 @@ class Engine(DeepSpeedGetters, nn.Module):
     load_checkpoint = _method_of("_loading", CheckpointLoader.load_checkpoint)
     take_weights = _method_of("_loading", CheckpointLoader.take_weights)
 
-    module_state_dict = _method_of("_weights", Weights.module_state_dict, forward=True)
+    module_state_dict = _method_of("_weights", Weights.module_state_dict, forward=True, whole=True)
     load_module_state_dict = _method_of("_weights", Weights.load_module_state_dict)
-    stream_weights = _method_of("_weights", Weights.stream_weights)
-    weight_updates = _method_of("_updates", WeightUpdates.weight_updates)
-    save_16bit_model = _method_of("_weights", Weights.save_16bit_model)
-    save_fp16_model = _method_of("_weights", Weights.save_fp16_model)
-    save_pretrained = _method_of("_weights", Weights.save_pretrained)
+    stream_weights = _method_of("_weights", Weights.stream_weights, whole=True)
+    weight_updates = _method_of("_weights.updates", WeightUpdates.weight_updates, whole=True)
+    save_16bit_model = _method_of("_weights", Weights.save_16bit_model, whole=True)
+    save_fp16_model = _method_of("_weights", Weights.save_fp16_model, whole=True)
+    save_pretrained = _method_of("_weights", Weights.save_pretrained, whole=True)
     empty_partition_cache = _method_of("_weights", Weights.empty_partition_cache)
-    _consolidated_16bit_state_dict = _method_of("_weights", Weights.consolidated_16bit_state_dict)
+    _consolidated_16bit_state_dict = _method_of("_weights", Weights.consolidated_16bit_state_dict, whole=True)
     _zero3_consolidated_16bit_state_dict = _method_of("_weights", Weights.zero3_consolidated_16bit_state_dict)
 
     offload_states = _method_of("_offload", StateOffload.offload_states)
     reload_states = _method_of("_offload", StateOffload.reload_states)
 
+    average_replicas = _method_of("_training.means", ReplicaMeans.average_replicas, whole=True)
     compile = _method_of("_compiler", BlockCompiler.compile)
 
     gather_for_metrics = _method_of("_metrics", Metrics.gather_for_metrics)
@@ -275,6 +281,11 @@ class Engine(DeepSpeedGetters, nn.Module):
             return
         saving, sharded, optimizer = self._saving, self._sharded, self.optimizer
         saving.join()
+        if steps := self._training.means.apart:
+            text = (
+                "destroy(): each rank keeps the weights of its replica, %s after a mean; average_replicas() takes one"
+            )
+            rank_zero(logging.WARNING, text, counted(steps, "step"))
         try:
             if optimizer is not None:
                 optimizer.finish()
@@ -327,10 +338,6 @@ class Engine(DeepSpeedGetters, nn.Module):
     @property
     def _config(self) -> Config:
         return self._accumulation.config
-
-    @property
-    def _updates(self) -> WeightUpdates:
-        return self._weights.updates
 
     @property
     def _recorder(self) -> StepRecorder:

@@ -212,7 +212,8 @@ def _make_engine(
     world = make_world(zero.timeout, zero.check_order, data.group, same)
     sharded = sharing = None
     try:
-        meshes = Meshes(world, settings.grid, sharding, settings.secondary_shard_size, zero.reduce, zero.timeout)
+        how = settings.secondary_shard_size, zero.reduce, zero.timeout, settings.summed_together < settings.summed
+        meshes = Meshes(world, settings.grid, sharding, *how)
         with world.watchdog.call(Phase.INITIALIZE):
             _refuse(model, groups, settings, sharding, world)
             # What fails from here on leaves it cut, whole layers being on no rank; the next call goes on with that.

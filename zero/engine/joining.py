@@ -31,7 +31,7 @@ from zero.core.comm import local_device
 from zero.core.torch_private import nccl_options
 from zero.core.world import outlast_messages
 from zero.launch.launched import PORT, Launched, launched
-from zero.log import rank_zero
+from zero.log import log_once, rank_zero
 
 # How often this process has met the others where nobody had chosen a port, and the port of the last time. It stands in
 # the environment, as the port does.
@@ -40,6 +40,10 @@ _POLL = 0.02  # seconds between two looks at the file
 _SAME = 10.0  # seconds by which the start of one process may differ in the eyes of two others: clocks are set
 # Started on each host by mpirun of MPICH and Intel MPI; ranks are its children, or have a script between.
 _PROXIES = ("hydra_pmi_proxy", "pmi_proxy")
+_SHARED = (
+    "torchrun's agent keeps the ranks' store when it restarts them, and with it the addresses of ranks that are gone: "
+    "restarts may fail or hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all hosts"
+)
 _ADVICE = "set MASTER_PORT for all ranks to a free port, and they need not tell each other"
 
 
@@ -70,6 +74,9 @@ def init_distributed(
     Raises ValueError when the environment is only half set, and for NCCL without a GPU; RuntimeError when there should
     be a group and is none.
     """
+    restarted = _kept_by_agent(os.environ) and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0"
+    if restarted and (dist.is_initialized() or not _one_agent(os.environ)):
+        log_once(logging.WARNING, _SHARED)
     if dist.is_initialized():
         _adopt(auto_mpi_discovery)
         return
@@ -160,6 +167,7 @@ def _join(backend: str | None, timeout: timedelta, **explicit: Any) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     kept = None if explicit else own_store(os.environ, timeout)
+    explicit = explicit or _store_of_attempt(os.environ, timeout)
     if "nccl" in backend and device.type == "cuda":
         explicit |= {"device_id": device, "pg_options": nccl_options(timeout)}
     dist.init_process_group(backend, timeout=timeout, **explicit)
@@ -194,13 +202,34 @@ def own_store(environment: Mapping[str, str], timeout: timedelta) -> dist.TCPSto
     It listens at that address alone, as torch's would not. None on other ranks, where the launcher keeps the store, and
     where the address is a name, which other hosts may know by another address.
     """
-    if environment["RANK"] != "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if environment["RANK"] != "0" or _kept_by_agent(environment):
         return None
     # ValueError: a name. OSError: what is wrong there torch will say; or the store of a group before is still there.
     with contextlib.suppress(ValueError, OSError):
         address = str(ipaddress.ip_address(environment["MASTER_ADDR"]))
         return _store(address, int(environment["MASTER_PORT"]), int(environment["WORLD_SIZE"]), timeout)
     return None
+
+
+def _store_of_attempt(environment: Mapping[str, str], timeout: timedelta) -> dict[str, Any]:
+    """For `init_process_group`, of an agent of torchrun that keeps the store: a part of it that is this attempt's alone.
+
+    In the whole of it stand the addresses of ranks that are gone. Several agents have no such part in common, since each
+    counts its restarts.
+    """
+    if not (_kept_by_agent(environment) and _one_agent(environment)):
+        return {}
+    store = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timeout=timeout)
+    part = dist.PrefixStore(f"attempt {environment['TORCHELASTIC_RESTART_COUNT']}", store)
+    return {"store": part, "rank": int(environment["RANK"]), "world_size": int(environment["WORLD_SIZE"])}
+
+
+def _kept_by_agent(environment: Mapping[str, str]) -> bool:
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _one_agent(environment: Mapping[str, str]) -> bool:
+    return environment.get("GROUP_WORLD_SIZE") == "1"
 
 
 def _store(address: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:

@@ -7,7 +7,7 @@ step        before the boundary the micro-batch is counted, and that is all; at 
             1. the replicas are compared, every `zero.check_replicas` steps
             2. the optimizer: what was not reduced yet, the global norm, overflow, clipping, the update of each
                unit, the gather of parameters that stay gathered, which may still run, the loss scale
-               or nothing of it but the norm, where the alarm says so
+               or nothing of it but the norm, where the alarm says so; with local SGD the mean of replicas, if due
             3. the counters, the profiles
             4. what came of it (`TrainingStep._conclude`): the ranks' reports, which came with the norm: losses that are
                not finite, equal batches; the monitors, the log; the scheduler, unless the step was skipped
@@ -46,6 +46,7 @@ from zero.engine.profiles import Profiles, asked
 from zero.engine.randomness import Randomness
 from zero.engine.reality import Reality
 from zero.engine.recorder import StepRecorder, mean_loss
+from zero.engine.replica_means import ReplicaMeans
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
 from zero.log import logger, rank_zero
@@ -111,6 +112,7 @@ class TrainingStep:
         self.recomputing = recomputing
         self.recorder = StepRecorder(config, sharded, optimizer, status, forms.experts)
         self.forms = forms
+        self.means = ReplicaMeans(config, sharded, optimizer)
         self.randomness: Randomness | None = None
         if sharded.numerics.tree or forms.tensors is not None:
             self.randomness = Randomness(sharded.world, device, sharded.meshes.apart)
@@ -386,6 +388,7 @@ class TrainingStep:
                 report = self.recorder.report(more, counts if self._accumulation.config.counted else None)
                 report = self._saving.signals.said(report)
                 self._optimizer.update(report, None if self.alarms is None else self._is_unwanted, more)
+                self.means.step_ended(self._status.global_steps + 1)
                 self.recomputing.after_step(self._sharded.world)
         except HeldOpen:
             raise  # the gradients are there for the step outside of the block

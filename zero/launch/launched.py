@@ -93,6 +93,16 @@ def launched(
 def _given(environment: Mapping[str, str], found: Launched | None) -> Launched:
     """What RANK and WORLD_SIZE say, completed by `found` where that is the same rank."""
     rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    # A PyTorchJob counts ranks that torchrun would start; RANK is the number of a pod then.
+    if (
+        "LOCAL_RANK" not in environment
+        and (each := environment.get("PET_NPROC_PER_NODE", "")).isdecimal()
+        and each != "1"
+    ):
+        raise ValueError(
+            f"PET_NPROC_PER_NODE={each}: {size} ranks are waited for, of which a pod has {each}, and this process was "
+            "started alone; let the command of the pods be `torchrun train.py`, or leave nprocPerNode out"
+        )
     same = found if found is not None and (found.rank, found.world_size) == (rank, size) else None
     made = same or Launched(rank, size, None, None)
     local = {
@@ -152,7 +162,7 @@ def _mpi(environment: Mapping[str, str], names: tuple[str, ...], port: int, job:
     if local_size == size:
         return Launched(rank, size, local_rank, size, _HERE, None, job)
     # AzureML and SageMaker start mpirun, and name the first host in words of their own.
-    azure = environment.get("AZ_BATCH_MASTER_NODE", "").rpartition(":")[0] or environment.get(_AZURE)
+    azure = environment.get("AZ_BATCH_MASTER_NODE", "").partition(":")[0] or environment.get(_AZURE)
     address = environment.get("MASTER_ADDR") or azure or next(iter(_of_sagemaker(environment)), None)
     if address is None:
         raise ValueError(

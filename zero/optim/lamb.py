@@ -56,7 +56,8 @@ class LambShardOptimizer(FusedShardOptimizer):
             squares[at] = self._squares(update).to(device)
         rows = gather_scalars(squares.flatten(), world, "norms of parameters").view(world.size, -1, 2)
         # Added in the order of spans and rounded: the bits do not depend on the stage, and only by chance on the ranks.
-        sums = [update.unit.mesh.by_span(rows[:, at]).cumsum(0)[-1] for update, at in zip(updates, places, strict=True)]
+        meshes = [update.unit.mesh.summed for update in updates]
+        sums = [mesh.by_span(rows[:, at]).cumsum(0)[-1] for mesh, at in zip(meshes, places, strict=True)]
         norms = iter(torch.cat(sums).sqrt().float().tolist() if sums else ())
         for update in updates:
             least, most = update.group["min_coeff"], update.group["max_coeff"]
@@ -79,10 +80,11 @@ class LambShardOptimizer(FusedShardOptimizer):
         """The squares of each parameter of a unit and of its update, summed over our span; fp64 [k, 2]."""
         unit, group = update.unit, update.group
         formula, device = self._formula(group), unit.shard.placement.update_device
-        first = unit.span.start - unit.shard.window.start
+        span = unit.mesh.summed.counted_span(unit.plan.layout)
+        first = span.start - unit.shard.window.start
         sums = {spec.name: torch.zeros(2, dtype=torch.float64, device=device) for spec in unit.plan.params}
         with unit.shard.acquired():
-            for part in unit.plan.layout.fragments(unit.span):
+            for part in unit.plan.layout.fragments(span):
                 for start in range(0, part.numel, CHUNK):
                     at, numel = first + part.at + start, min(CHUNK, part.numel - start)
                     kept = self.states.kept(unit, group, part._replace(at=at, numel=numel)).values()

@@ -92,7 +92,9 @@ def global_norm(sharded: ShardedModule, report: RankReport) -> Norm:
     of_mesh = [[at for at, unit in enumerate(units) if unit.mesh.order == mesh.order] for mesh in meshes]
     sums = [_sum(squares if len(at) == len(units) else _chosen(squares, at)) for at in of_mesh]
     rows = comm.gather_scalars(_row([*sums, bad, *report.numbers], device), sharded.world, read=False)
-    total = _sum(torch.stack([_sum(mesh.by_span(rows[:, at])) for at, mesh in enumerate(meshes)]))
+    total = _sum(torch.stack([_sum(mesh.summed.by_span(rows[:, at])) for at, mesh in enumerate(meshes)]))
+    if sharded.meshes.local:  # each replica's own; where that of any is not finite, all skip the step
+        total = total + rows[:, : len(sums)].sum() * 0.0
     # torch's root of an fp64 number may be one ulp off on a CPU.
     root = total.sqrt() if cuda.reads_wait(device) else torch.full_like(total, math.sqrt(total))
     return Norm(root, rows[:, len(sums) - 1 :])
@@ -174,10 +176,10 @@ def _first_bad(squares: torch.Tensor, table: UnitTable) -> torch.Tensor:
 
 def _squares(unit: Unit) -> float | torch.Tensor:
     """The sum of the squares of this rank's span; if a device computes it, an fp64 number there."""
-    known = unit.gradients.sum.squares()
+    known, mesh = unit.gradients.sum.squares(), unit.mesh.summed
     if known is not None:  # of the whole shard, which every replica has
-        return known if unit.mesh.replica.rank == 0 and unit.mesh.counts else 0.0
-    part = unit.counted(unit.gradients.shard)
+        return known if mesh.replica.rank == 0 and mesh.counts else 0.0
+    part = unit.gradients.shard if mesh.local else unit.counted(unit.gradients.shard)
     if not cuda.reads_wait(part.device):
         # The host reads the gradients that it holds for a GPU with all its threads, as in its updates.
         return sum_squares(part, host_threads() if unit.buffer.full.is_cuda else None)

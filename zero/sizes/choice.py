@@ -89,7 +89,8 @@ def scheme_of(
     coded = cut and sharding.params and section.zero_quantized_weights, cut and section.zero_quantized_gradients
     together = per_host is None or (parts if parts > 1 else settings.summed) <= per_host
     native = mirrored and not coded[1] and ITEMSIZE[sent] > summed_here(zero.reduce, together)
-    rounded = accumulation == 1 and (settings.summed == 1 or native) and zero.reduce != "tree" and travel is None
+    alone = settings.summed_together == 1
+    rounded = accumulation == 1 and (alone or native) and zero.reduce != "tree" and travel is None
     resharded = [sharding.params and (own > 1 or choice.params != DEVICE) for own in of_each(parts_of, units)]
     return Scheme(
         sharding=sharding,
@@ -121,7 +122,7 @@ def _uses(units: Sequence[UnitPlan], resharded: Sequence[bool], limits: Limits, 
 
 def _of_each(units: Sequence[UnitPlan], settings: Config, parts: int, sharded: bool) -> tuple[Parts, Parts]:
     """Ranks along shard and replica, for all units, or for each where experts have others than dense ones."""
-    tp, ep, replicas = settings.grid.size("tp"), settings.grid.size("ep"), settings.summed // parts
+    tp, ep, replicas = settings.grid.size("tp"), settings.grid.size("ep"), max(1, settings.summed_together // parts)
     if tp == ep or not any("ep" in unit.axes.parts for unit in units):
         return parts, replicas
     size = parts if sharded else replicas

@@ -84,7 +84,8 @@ class StoreBarrier:
         self._name = f"zero/{hashlib.blake2b(repr(sorted(ranks)).encode(), digest_size=8).hexdigest()}"
         self.store = dist.PrefixStore(self._name, self._original.clone())
         self.peers = Peers(status.rank, ranks, _keeper(self._original))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # Of this attempt alone; torchrun's agents count restarts each for itself.
+        attempt = os.environ.get("MASTER_PORT", "")
         self._secret = signature(os.environ.get(SECRET_VARIABLE, "").encode(errors="surrogateescape"), attempt.encode())
         self._doubted: set[str] = set()
         self.renumber(1)

@@ -85,6 +85,7 @@ def overridden(settings: Config, run: CheckRun) -> dict[str, Any]:
     a difference that is meant.
     """
     raw = unseen(settings.raw)
+    raw.pop("local_sgd", None)  # not all stages have it
     micro = settings.train_micro_batch_size_per_gpu
     raw |= {TRAIN: micro * run.accumulation * settings.world_size, MICRO: micro, STEPS: run.accumulation}
     if run.kind is RunKind.ENGINE:

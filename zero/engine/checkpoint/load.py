@@ -179,6 +179,7 @@ class CheckpointLoader:
             "call destroy()"
         )
         sharded.recover()
+        self._engine._training.means.average_replicas()  # what is not loaded is to be alike on all, too
         self._engine.zero_grad()
         self._engine._accumulation.restart()
         for unit in sharded.units:

@@ -225,6 +225,7 @@ class CheckpointSaver:
         except AGREED as error:
             return error
         self._ended, self._error = Beside.NONE, None  # all ranks know how the last one ended
+        engine._training.means.average_replicas()
         small, own, extra = state.small(answer["differ"], answer["first"])
         units = [form for forms in state.forms.values() for form in forms]
         fields = state.fields(answer["save"], answer["tag"], options[0]) if barrier.rank == 0 else {}
