@@ -126,8 +126,8 @@ def test_a_restart_by_the_launcher(slurm: Slurm, whole: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("start", "words"), [(SRUN, "scancel"), (OURS, "scancel"), (OURS, "scancel --signal=TERM")],
-    ids=["srun", "zero run", "zero run, a signal only"],
+    ("start", "words"), [(SRUN, "scancel"), (OURS, "scancel"), (OURS, "scancel --batch --signal=TERM")],
+    ids=["srun", "zero run", "zero run, which alone gets it"],
 )  # fmt: skip
 def test_ranks_get_sigterm_as_it_is_and_save(slurm: Slurm, whole: Path, tmp_path: Path, start: str, words: str) -> None:
     text = script(f"exec {start} {RANK} . {STEPS} 0.05 SIGTERM")
