@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -92,7 +93,7 @@ def reason() -> str | None:
         return "only root may make namespaces"
     if missing := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
         return f"{' and '.join(missing)} cannot be found (Debian: slurm-wlm, munge, iproute2)"
-    text = "ip link set lo up && mount -t tmpfs none /run && mount -t tmpfs none /etc/slurm"
+    text = "ip link add bridge0 type bridge && mount -t tmpfs none /run && mount -t tmpfs none /etc/slurm"
     done = subprocess.run([*_APART, "sh", "-c", text], env=_plain(), capture_output=True, text=True)
     return f"namespaces are not allowed ({' '.join(done.stderr.split())})" if done.returncode else None
 
@@ -159,6 +160,7 @@ class Slurm:
         """The same, once the job has ended, with whatever status, and waits for nothing any more."""
 
         def found() -> dict[str, str] | None:
+            time.sleep(0.3)  # the jobs need what cores there are
             job = self.job(number)
             return job if job["JobState"] in OVER else None
 
