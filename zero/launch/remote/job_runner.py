@@ -139,6 +139,7 @@ class NodeGroup(ProcessGroup):
                 why = loss or f"its launcher ended with status {process.status}"
                 first.tell(kind="lost", node=process.command.node, text=why, status=process.status)
                 if self._joins:
+                    self._started.remove(process)  # of which there may be many in time
                     self._again.append((time.monotonic() + _RETRY, process.once_more()))
             return
         if not self._ending:
