@@ -171,6 +171,7 @@ def test_time_limits_of_slurm_itself(slurm: Slurm, tmp_path: Path) -> None:
     for job, folder in zip(jobs, (page, ours), strict=True):
         assert int(trained(slurm, job, folder)["Restarts"]) >= 1
         assert "DUE TO TIME LIMIT" not in said(folder)
+    assert "rank 0 ended with exit code 75, to go on later" in said(ours)
     train(tmp_path, steps)
     for folder in (page, ours):
         each_step_once(folder, tmp_path)

@@ -6,6 +6,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zero.launch.contract import SAVED
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -63,6 +65,8 @@ def words(failure: Failure) -> str:
         number = -failure.exitcode
         why = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
         text = f"{who} was killed by {signal_name(number)}{why}, pid {failure.pid}"
+    elif failure.exitcode == SAVED:
+        return f"{who} ended with exit code {SAVED}, to go on later"
     elif failure.alike:
         text = f"{who} failed, with exit code {failure.exitcode}"
     else:
