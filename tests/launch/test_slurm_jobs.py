@@ -60,9 +60,12 @@ def trained(slurm: Slurm, job: str, folder: Path, state: str = "COMPLETED") -> d
 
 
 def until(ready: Callable[[], bool], slurm: Slurm, job: str, folder: Path) -> None:
-    """Return once it is so, of a job that has not ended before."""
-    while not eventually(ready, 5):
+    """Return once it is so, of a job that has not ended before, nor hangs."""
+    for _ in range(60):
+        if eventually(ready, 5):
+            return
         assert slurm.job(job)["JobState"] not in OVER, (slurm.job(job), said(folder), slurm.logs())
+    raise TimeoutError(f"{slurm.job(job)}\n{said(folder)}\n{slurm.logs()}")
 
 
 def reached(slurm: Slurm, job: str, folder: Path, step: int) -> None:
