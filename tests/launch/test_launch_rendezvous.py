@@ -130,6 +130,29 @@ def test_a_host_that_is_lost_joins_at_the_next_restart(said):
         again.close()
 
 
+def test_the_old_connection_of_a_host_that_has_come_again_ends_nothing(said):
+    given = terms(min_nodes=2, restarts=1, joins=True)
+    with met(given, nodes=(2,)) as (_, where, [first, c]):
+        old = Connection(socket.create_connection(where), given.secret, connects=True)
+        old.greet()
+        old.send(kind="hello", node=1, terms=given.word())
+        assert eventually(lambda: first.run_id and c.run_id)
+        old.send(kind="ready", attempt=0)
+        assert started([first, c], 0) == [(0, 3), (2, 3)]
+        first.relay({"kind": "lost", "node": 1, "text": "its ssh has ended", "status": 255})
+        assert eventually(lambda: first.outcome and c.outcome)
+        assert started([first, c], 1) == [(0, 2), (1, 2)]
+        again = RendezvousClient(given, 1, where)
+        again.open()
+        assert eventually(lambda: any("host b has come" in line for line in said))
+        old.close()
+        assert not eventually(lambda: again.end or first.outcome, seconds=0.5)
+        first.failed([Failure(0, 1, pid=1)])
+        assert eventually(lambda: again.run_id and first.outcome and c.outcome)
+        assert started([first, again, c], 2) == [(0, 3), (1, 3), (2, 3)]
+        again.close()
+
+
 def test_hosts_that_may_come_late_are_not_waited_for(said, monkeypatch):
     monkeypatch.setattr(rendezvous_server, "FIRST", 1.0)
     given = terms(min_nodes=2, joins=True)

@@ -157,7 +157,7 @@ class RendezvousServer:
                     beat = now + HEARTBEAT
                     self._tell("alive")
                 missing = [] if self._final else self._missing()
-                if missing and self._terms.joins and now - began > FIRST and self._enough(len(self._admitted)):
+                if missing and self._terms.joins and now - began > FIRST and self._enough(len(self._left & self._admitted)):
                     for node in self._left - self._admitted:
                         self._drop(node, f"it did not come within {FIRST:.0f} s", 1)
                 elif missing and now - began > self._terms.patience:
@@ -203,8 +203,11 @@ class RendezvousServer:
             connection.close()
             with self._lock:
                 self._unknown.pop(peer, None)
-                if node is not None and self._later.pop(node, None) is None:
-                    self._members.pop(node, None)
+                # Where that host has come again, this connection is none of its any more.
+                if node is not None and self._later.get(node) == connection.send:
+                    del self._later[node]
+                elif node is not None and self._members.get(node) == connection.send:
+                    del self._members[node]
                     self._drop(node, why, 1)
 
     def _admit(self, connection: Connection, hello: dict[str, Any]) -> int | None:
