@@ -157,8 +157,9 @@ class RendezvousServer:
                     beat = now + HEARTBEAT
                     self._tell("alive")
                 missing = [] if self._final else self._missing()
-                if missing and self._terms.joins and now - began > FIRST and self._enough(len(self._left & self._admitted)):
-                    for node in self._left - self._admitted:
+                late, here = self._left - self._admitted, self._left & self._admitted
+                if missing and self._terms.joins and now - began > FIRST and self._enough(len(here)):
+                    for node in late:
                         self._drop(node, f"it did not come within {FIRST:.0f} s", 1)
                 elif missing and now - began > self._terms.patience:
                     words = f"{_hosts(missing)} did not come within {self._terms.patience:.0f} s"
