@@ -2,9 +2,7 @@
 
 It has what a checkpoint has to bring back: a place in shuffled data, dropout, and a schedule.
 
-    zero run --num_gpus 2 --max_restarts 3 recovering.py FOLDER STEPS STAGE [SECONDS]
-
-SECONDS: that each step takes more.
+    zero run --num_gpus 2 --max_restarts 3 recovering.py FOLDER STEPS STAGE
 
 In FOLDER: `checkpoints`; `losses`, a line "attempt step loss" for each step; `begun`, a line "attempt step" for each
 attempt that could load; `saved`, the step of each save that was reported; `pids-ATTEMPT`, a line "rank pid" per rank.
@@ -14,7 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +34,6 @@ class Run(NamedTuple):
     save: bool = True
     background: bool = False
     attempt: int = 0
-    pause: float = 0.0
 
 
 def append(path: Path, line: str) -> None:
@@ -97,7 +93,6 @@ def go(run: Run) -> None:
         append(run.folder / "begun", f"{run.attempt} {engine.global_steps}")
     batches = RepeatingLoader(engine.training_dataloader)
     while engine.global_steps < run.steps:
-        time.sleep(run.pause)
         loss = train_step(engine, batches)
         step = engine.global_steps
         if first:
@@ -115,11 +110,10 @@ def go(run: Run) -> None:
 def main() -> None:
     """As one rank of `zero run`, with saves that wait in even attempts and asynchronous ones in odd attempts."""
     folder, steps, stage = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    pause = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     append(folder / f"pids-{attempt}", f"{os.environ['RANK']} {os.getpid()}")
     torch.set_num_threads(1)
-    go(Run(folder, steps, stage, background=attempt % 2 == 1, attempt=attempt, pause=pause))
+    go(Run(folder, steps, stage, background=attempt % 2 == 1, attempt=attempt))
     if dist.is_initialized():
         dist.destroy_process_group()
 

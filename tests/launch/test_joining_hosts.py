@@ -11,7 +11,22 @@ from safetensors.numpy import load_file
 
 from zero.checkpoint.model_files import consolidate
 
-PROGRAM = "import recovering; recovering.main()"
+# The first two attempts hold behind three steps, until they are ended.
+PROGRAM = """
+import os, time
+import recovering
+
+train_step, calls = recovering.train_step, []
+
+def held(*given):
+    calls.append(1)
+    while len(calls) > 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] != "2":
+        time.sleep(0.05)
+    return train_step(*given)
+
+recovering.train_step = held
+recovering.main()
+"""
 STEPS = 24
 
 
@@ -33,8 +48,7 @@ def test_a_host_that_comes_back_has_the_run_end_as_one_restarted_by_hand(launche
     for folder in (joined, by_hand):
         folder.mkdir()
     flags = ("--min_nodes=1", "--max_nodes=2", "--max_restarts=1")
-    arguments = (str(STEPS), "3", "0.2")  # time for a host to come
-    with Nodes(launchers, joined, {"a": 1, "b": 1}, PROGRAM, *flags, arguments=arguments) as nodes:
+    with Nodes(launchers, joined, {"a": 1, "b": 1}, PROGRAM, *flags, arguments=(str(STEPS), "3")) as nodes:
         assert eventually(lambda: trained(joined, 0))
         nodes.processes["b"].kill()
         assert eventually(lambda: trained(joined, 1))
